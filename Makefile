@@ -27,10 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 study: $(STAMP)
 	$(BIN)/moe-rl run routing_replay --out runs
 
-# Every table and figure of studies/, and every number of its pages, again from the tables in the repository.
+# The tables and figures of the pages of studies/, again from the tables in the repository.
 results: $(STAMP)
-	for study in studies/results/*/; do $(BIN)/moe-rl plot $$study --trust || exit 1; done
-	OMP_NUM_THREADS=1 $(BIN)/python studies/pages.py
+	OMP_NUM_THREADS=1 $(BIN)/python studies/make.py
 
 # README, docs, the studies' pages and the docstrings as one site, in build/site; a link that leads nowhere fails it.
 $(SPHINX): $(STAMP)
@@ -170,17 +169,18 @@ test-wheel: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs/columns.md: moe_rl/storage/columns.py moe_rl/storage/columns.toml $(STAMP)
-	$(BIN)/python -c "from moe_rl.storage.columns import markdown; print(markdown(), end='')" > $@
+docs/columns.md: docs/columns_page.py moe_rl/storage/columns.py moe_rl/storage/columns.toml $(STAMP)
+	$(BIN)/python docs/columns_page.py > $@
 
 docs/settings.md: docs/settings_page.py moe_rl/config.py $(STAMP)
 	$(BIN)/python docs/settings_page.py > $@
 
-docs/methods.md: moe_rl/objectives/methods.toml moe_rl/objectives/methods_page.py $(wildcard moe_rl/objectives/*.py) \
+docs/methods.md: docs/methods_page.py moe_rl/objectives/methods.toml $(wildcard moe_rl/objectives/*.py) \
                  moe_rl/routing/sources.py $(STAMP)
-	$(BIN)/python -c "from moe_rl.objectives.methods_page import markdown; print(markdown(), end='')" > $@
+	$(BIN)/python docs/methods_page.py > $@
 
 clean:
 	rm -rf .venv $(VLLM) $(TRL) $(VERL) $(TRACKERS) $(VERSIONS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

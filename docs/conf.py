@@ -9,11 +9,32 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[1]
 CONTENTS = {
-    "README": [*(f"docs/{name}" for name in (
-        "quickstart", "concepts", "tasks", "studies", "extending", "your_trainer", "checkpoints", "diagnose", "engines",
-        "distributed", "settings", "methods", "columns")), "studies/README", "Modules <docs/api/modules>",
-               "CHANGELOG", "CONTRIBUTING"],
-    "studies/README": ["archive/README", "*"],
+    "README": [
+        *(
+            f"docs/{name}"
+            for name in (
+                "quickstart",
+                "concepts",
+                "which",
+                "tasks",
+                "studies",
+                "extending",
+                "your_trainer",
+                "checkpoints",
+                "diagnose",
+                "engines",
+                "distributed",
+                "settings",
+                "methods",
+                "columns",
+            )
+        ),
+        "studies/README",
+        "Modules <docs/api/modules>",
+        "CHANGELOG",
+        "CONTRIBUTING",
+    ],
+    "studies/README": ["report", "*/README"],
     "studies/archive/README": ["*"],
     "CONTRIBUTING": ["tests/benchmarks/README", "tests/tasks/matching"],
 }
@@ -26,10 +47,21 @@ html_theme = "furo"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.apidoc"]
 include_patterns = ["*.md", "docs/**", "studies/**.md", "tests/**.md"]
 myst_heading_anchors = 3
-apidoc_modules = [{"path": "../moe_rl", "destination": "docs/api", "separate_modules": True, "module_first": True,
-                   "exclude_patterns": ["**/cli/**", "**/__main__.py", "**/verl/active.py"]}]
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True,
-                           "ignore-module-all": True}
+apidoc_modules = [
+    {
+        "path": "../moe_rl",
+        "destination": "docs/api",
+        "separate_modules": True,
+        "module_first": True,
+        "exclude_patterns": ["**/cli/**", "**/__main__.py", "**/verl/active.py"],
+    }
+]
+autodoc_default_options = {
+    "members": True,
+    "member-order": "bysource",
+    "show-inheritance": True,
+    "ignore-module-all": True,
+}
 autodoc_mock_imports = ["megatron", "ray", "tensordict", "trl", "verl", "vllm"]
 default_role = "code"
 toc_object_entries = False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from moe_rl.config import Pretraining, RunConfig, Settings, group_of, plain, write_type
+from moe_rl.config import RunConfig, Settings, group_of, plain
 from moe_rl.objectives.methods_page import head, row
 from moe_rl.registry import Part
 
@@ -34,19 +35,44 @@ def format_page() -> str:
     for name, field in RunConfig.model_fields.items():
         if group := group_of(field):
             lines += _format_table(f"`{name}`", group, f"{name}.")
-    return "\n".join([*lines, *_format_table("A pretraining", Pretraining, "")]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _format_table(title: str, kind: type[Settings], prefix: str) -> Iterator[str]:
-    yield from ("", f"## {title}", "", _join_lines(inspect.cleandoc(kind.__doc__ or "")), "",
-                *head("setting", "type", "default", "range", "what it is"))
+    yield from (
+        "",
+        f"## {title}",
+        "",
+        _join_lines(inspect.cleandoc(kind.__doc__ or "")),
+        "",
+        *head("setting", "type", "default", "range", "what it is"),
+    )
     for name, field in kind.model_fields.items():
-        yield row(f"`{prefix}{name}`", f"`{_format_type(field)}`", _format_default(field),
-                  _format_range(field), _join_lines(field.description or ""))
+        yield row(
+            f"`{prefix}{name}`",
+            f"`{_format_type(field)}`",
+            _format_default(field),
+            _format_range(field),
+            _join_lines(field.description or ""),
+        )
 
 
 def _format_type(field: FieldInfo) -> str:
     return write_type(field.annotation).replace(write_type(Part), "Part")
+
+
+def write_type(kind: Any) -> str:
+    """A type as text."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return write_type(inner[0])
+    if origin is Literal:
+        return "str"
+    if origin in (UnionType, Union):
+        return " | ".join(map(write_type, inner))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(write_type, inner))}]"
+    return {NoneType: "None", Ellipsis: "..."}.get(kind) or kind.__name__
 
 
 def _format_default(field: FieldInfo) -> str:

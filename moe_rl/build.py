@@ -16,7 +16,7 @@ import torch
 
 from moe_rl import ranks
 from moe_rl.config import RunConfig
-from moe_rl.errors import ConfigError, Stopped
+from moe_rl.errors import ConfigError, Stopped, name_full_memory
 from moe_rl.models.load import (
     PRESETS,
     LoadedModel,
@@ -27,7 +27,6 @@ from moe_rl.models.load import (
     save_checkpoint,
     skeleton,
 )
-from moe_rl.models.shards import checkpoint_weights, describe, outline, write_shards
 from moe_rl.models.supervised import Progress, cold_start
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.objectives import advantage_of, objective_of
@@ -65,6 +64,7 @@ ENGINES: Known = {
     "server": "moe_rl.integrations.vllm.server:server",
 }
 CHECKED = "moe_rl.integrations.vllm.push:check_pushes"
+OUTLINE, WRITE = (f"moe_rl.integrations.shards:{name}" for name in ("outline", "write_checkpoint"))
 BATCHES: Known = {name: f"moe_rl.rollouts.batches:{name}" for name in ("fresh", "lagged", "dynamic")}
 
 
@@ -73,11 +73,12 @@ def execute(
 ) -> None:
     """Carry out a run in its folder, or go on with it; cold starts are shared through `cache`."""
     stopping = folder.stopping_here if isinstance(folder, SharedFolder) else folder.stopping
-    parts = build(run, folder.path, cache, stopping)
-    try:
-        folder.finish(train(run, parts, folder, listen))
-    finally:
-        parts.collector.engine.close()
+    with name_full_memory(run):
+        parts = build(run, folder.path, cache, stopping)
+        try:
+            folder.finish(train(run, parts, folder, listen))
+        finally:
+            parts.collector.engine.close()
 
 
 def check(run: RunConfig) -> list[str]:
@@ -88,9 +89,13 @@ def check(run: RunConfig) -> list[str]:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for kind, use, known in (("policy", run.policy, POLICIES), ("engine", run.engine, ENGINES),
-                                 ("batch source", run.batches, BATCHES)):
+        for kind, use, known in (
+            ("policy", run.policy, POLICIES),
+            ("engine", run.engine, ENGINES),
+            ("batch source", run.batches, BATCHES),
+        ):
             check_component(lookup(kind, use, known), run)
+        lookup("batch source", run.batches, BATCHES)()
         _check_model(run)
         split_of(load_task(run.task), run.eval_prompts)
         objective = objective_of(run.arm)
@@ -100,10 +105,8 @@ def check(run: RunConfig) -> list[str]:
                 f"arm {run.arm.name!r} compares with a reference, and router noise does not change the reference. Use "
                 "router_noise.applied_to='ratio', or remove the term."
             )
-        for routes in (run.arm.routes, run.arm.ratio_routes):
-            if routes is not None:
-                check_component(lookup("route source", routes, SOURCES, suggest_field), run)
-    return [*warn_void(run), *(str(warning.message) for warning in caught)]
+        void = warn_void(run)
+    return [*void, *(str(warning.message) for warning in caught)]
 
 
 def build(run: RunConfig, folder: Path, cache: Path, stopping: Callable[[], bool] = lambda: False) -> Parts:
@@ -117,16 +120,14 @@ def build(run: RunConfig, folder: Path, cache: Path, stopping: Callable[[], bool
     loaded = _load(run, spread) if ranks.rank() == 0 else None
     advantage = advantage_of(run.arm)
     compares, valued = "reference" in objective.needs | advantage.needs, "values" in advantage.needs
-    evaluation = ranks.from_rank_0(
-        lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, stopping)))
+    evaluation = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, stopping)))
     policy = make_policy(run, loaded, False)
     # Both made now, before the policy has moved: from the weights of the cold start.
     critic = _critic(run, _of_rank_0(loaded)) if valued else None
     reference = make_policy(run, loaded, True) if compares else None
     engine = build_engine(run, loaded, policy, folder / "engine", spread)
     # The model it began with is neither trained nor sampled.
-    sampler = getattr(engine, "engine", engine)
-    given_up = spread and loaded is not None and getattr(sampler, "model", None) is not loaded.model
+    given_up = spread and _receives(run)
     if given_up and loaded is not None:
         torch.nn.Module.to(loaded.model, "meta")
 
@@ -137,8 +138,7 @@ def build(run: RunConfig, folder: Path, cache: Path, stopping: Callable[[], bool
             for _ in weights:  # a rank still has to give its part of them
                 pass
         elif given_up:
-            describe(loaded.model, loaded.tokenizer, target)
-            write_shards(target, checkpoint_weights(loaded.model, weights))
+            import_component("export", "sharded", WRITE)(loaded, weights, target)
         else:
             HFEngine(loaded.model, loaded.tokenizer).load(weights)
             save_checkpoint(loaded.model, loaded.tokenizer, target)
@@ -178,10 +178,20 @@ def build_engine(
 
 def _watch(run: RunConfig, loaded: LoadedModel, gaps: GapFiles) -> Callable[[Recorder, Row], Rows]:
     """Keeps the rollouts of steps that stand out, and of every step some that people can read."""
+
     def watch(step: Recorder, row: Row) -> Rows:
         gaps(step.step, step.batch, row)
-        return {"rollouts": rollout_rows(step.step, step.batch, step.log_ratio, step.clipped_by, step.flips,
-                                         loaded.tokenizer, run.measure.rollouts)}
+        return {
+            "rollouts": rollout_rows(
+                step.step,
+                step.batch,
+                step.log_ratio,
+                step.clipped_by,
+                step.flips,
+                loaded.tokenizer,
+                run.measure.rollouts,
+            )
+        }
 
     return watch
 
@@ -195,20 +205,23 @@ def _source(use: Part, policy: Policy) -> RouteSource:
 def _load(run: RunConfig, spread: bool) -> LoadedModel:
     """The model that a run begins with. Where a policy on several processes is all that takes its weights, they stay in
     their files, or else in the memory of the host."""
-    engine = lookup("engine", run.engine, ENGINES)
-    if not spread or run.cold_start.target or "pushes" not in needs_of(engine):
+    if not spread or run.cold_start.target or not _receives(run):
         return load(run.model, run.cold_start.seed)
+    outline = import_component("checkpoint", "sharded", OUTLINE)
     return outline(run.model) or load(run.model.replace(device="cpu"), run.cold_start.seed)
 
 
+def _receives(run: RunConfig) -> bool:
+    """Whether the engine has weights of its own, to which the policy's are pushed."""
+    return "pushes" in needs_of(lookup("engine", run.engine, ENGINES))
+
+
 def _of_rank_0(loaded: LoadedModel | None) -> LoadedModel:
-    assert loaded is not None, "rank 0 alone has a model, and is asked for what takes one"
+    assert loaded is not None, "rank 0 alone has a model"
     return loaded
 
 
-def _prepare(
-    run: RunConfig, task: AnyTask, loaded: LoadedModel, cache: Path, progress: Progress
-) -> list[Prompt]:
+def _prepare(run: RunConfig, task: AnyTask, loaded: LoadedModel, cache: Path, progress: Progress) -> list[Prompt]:
     """Supervised warm-up of the model; returns the encoded prompts of the evaluation."""
     evaluation = encode_prompts(held_out(task, run.eval_prompts), loaded.tokenizer)
     check_request(evaluation, 1, sampling_of(run), context_length(loaded.model.config))
@@ -229,8 +242,8 @@ def _progress(folder: Path, stopping: Callable[[], bool]) -> Progress:
     def tell(now: Mapping[str, Any]) -> None:
         if "waiting" in now and stopping():
             raise Stopped(f"{folder} was stopped while it waited for the supervised warm-up of another run")
-        if (found := read_json(file, ("step",))) and found.get("cold_start") != now:
-            write_json(file, {**found, "updated": time.time(), "cold_start": now}, durable=False)
+        if (content := read_json(file, ("step",))) and content.get("cold_start") != now:
+            write_json(file, {**content, "updated": time.time(), "cold_start": now}, durable=False)
 
     return tell
 
@@ -242,13 +255,15 @@ def sample(model: Any, tokenizer: Any, prompts: list[Prompt], group_size: int, *
 
 def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
     """A critic that starts as the policy does. Its options are those of the advantage that asks for its values."""
-    options = next(getattr(step, "keywords", {}) for _, step in advantage_of(run.arm).steps
-                   if "values" in needs_of(step))
+    options = next(
+        getattr(step, "keywords", {}) for _, step in advantage_of(run.arm).steps if "values" in needs_of(step)
+    )
     lr, clip = options.get("critic_lr"), options.get("value_clip", math.inf)
     return HFCritic(
         copy_of(run, start),
-        run.optimizer.replace(name="adamw", lr=run.optimizer.lr if lr is None else lr, router_lr_scale=1.0,
-                              loss_free_bias=0.0),
+        run.optimizer.replace(
+            name="adamw", lr=run.optimizer.lr if lr is None else lr, router_lr_scale=1.0, loss_free_bias=0.0
+        ),
         clip=clip,
         micro_batch=run.micro_batch,
         micro_batch_tokens=run.micro_batch_tokens,

@@ -3,63 +3,59 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic.functional_validators import BeforeValidator, InstanceOf, PlainValidator, WrapValidator, model_validator
+from pydantic.functional_validators import BeforeValidator, InstanceOf, PlainValidator, model_validator
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Component, Part
+from moe_rl.registry import Component, Part, unknown
 
 S = TypeVar("S", bound="Settings")
 NAMED = re.compile(r"[^\s:(),=]+:[^\s:(),=]+")
-"""`pkg.module:name`, wherever it stands in a setting."""
-UNBOUNDED = ("arm.", "most_violation")
-"""Settings that may be infinite, by how their keys begin."""
-FINITE = "numbers must be finite, or nothing computed with them is"
-OUT_OF_RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than", "string_too_short"}
-"""Pydantic's errors for a value of the right type that is out of range."""
+"""`pkg.module:name`, anywhere in a setting."""
+WHOLE = {"arm": float, **dict.fromkeys(("task", "model", "policy", "engine", "batches"), int)}
+"""Types that whole numbers have in the hash where settings have none: options of an arm are mostly bounds and
+coefficients, those of other components and overrides of a model mostly counts."""
+LATER = (
+    "steps",
+    "measure.rollouts",
+    "measure.detail_every",
+    "save_every",
+    "eval_every",
+    "micro_batch",
+    "micro_batch_tokens",
+    "activation_checkpointing",
+)
+"""Settings with which a run may go on that began with others: they say how long, what is kept, when it is measured,
+and how much of a batch is computed at a time, which changes the last bits at most."""
 
 
 # ---------------------------------------------------------------------- the types of values
-def _keep_int(value: Any, check: Any) -> Any:
-    """The number as it was given: pydantic makes 1.0 of 1, and JSON and the hash tell the two apart."""
-    check(value)
-    return value
-
-
 def _make_uses(parts: Any) -> tuple[Component, ...]:
     return tuple(map(Component.of, parts if isinstance(parts, tuple | list) else (parts,)))
 
 
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """For tuples, which are lists in JSON."""
-Float = Annotated[float, WrapValidator(_keep_int)]
 Named = Annotated[Part, PlainValidator(Component.of)]
 Called = Annotated[Part, PlainValidator(Component.read)]
 """A component, which a text may give options: `megatron(ep=2)`."""
 AllNamed = Annotated[tuple[Named, ...], FromList]
 
-# A text beside a range is the end of the error message: what the value is, or why it has this range.
-AT_LEAST_ONE = "a run needs at least 1, or there is nothing to do"
-Count = Annotated[int, Field(ge=1), AT_LEAST_ONE]
-Interval = Annotated[int, Field(ge=1), "at least 1 step; an interval longer than the run means at its end, or never"]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1), "random streams are derived from seeds, from 0 to 2^32 - 1"]
-Steps = Annotated[int, Field(ge=0), "a number of steps"]
-LearningRate = Annotated[Float, Field(ge=0), "a learning rate must not be negative"]
-NotNegative = Annotated[Float, Field(ge=0), "it must not be negative, or updates would not go along the gradient"]
-Deviation = Annotated[Float, Field(ge=0), "a standard deviation"]
-Decay = Annotated[Float, Field(ge=0, lt=1)]
-Step = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Number = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -67,23 +63,19 @@ Text = Annotated[str, Field(min_length=1)]
 class Settings(BaseModel):
     """Frozen settings. A value that no run can have raises a ConfigError; an int may stand for a float."""
 
-    model_config = {"frozen": True, "strict": True, "extra": "forbid", "use_attribute_docstrings": True}
+    model_config = {
+        "frozen": True,
+        "strict": True,
+        "extra": "forbid",
+        "allow_inf_nan": False,
+        "use_attribute_docstrings": True,
+    }
 
     def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            about = f"arm {values.get('name')!r}: " if isinstance(self, Arm) else ""
-            raise ConfigError(about + "\n".join(_explain_errors(type(self), values, error))) from None
-
-    @model_validator(mode="after")
-    def _check_finite(self) -> Settings:
-        for name, number in leaves({name: value for name, value in self if not isinstance(value, Settings)}):
-            if isinstance(number, float) and not math.isfinite(number):
-                key = _prefix(type(self)) + name
-                if math.isnan(number) or not key.startswith(UNBOUNDED):
-                    raise ConfigError(f"{key}={number:g}: {FINITE}")
-        return self
+            raise ConfigError("\n".join(_explain_errors(type(self), error))) from None
 
     @classmethod
     def from_dict(cls: type[S], content: Mapping[str, Any]) -> S:
@@ -111,24 +103,9 @@ class Settings(BaseModel):
             elif isinstance(part, Settings) and below.partition(".")[0] in type(part).model_fields:
                 values[name] = part.replace(**{below: value})
             else:
-                self._refuse_key(key)
+                known = [name for name, _ in fields_of(type(self), _prefix(type(self)))]
+                unknown("setting", key, [name for name in known if name.endswith(f".{key}")] or known)
         return type(self)(**values)
-
-    def _refuse_key(self, key: str) -> NoReturn:
-        """Raise a ConfigError for a dotted key that is not there: the settings that may be meant, those beside it."""
-        prefix = _prefix(type(self))
-        key, known = prefix + key, [known for known, _ in fields_of(type(self), prefix)]
-        group, _, word = key.rpartition(".")
-        if group in known:
-            raise ConfigError(f"there is no setting {key!r}: {group} has no settings of its own")
-        beside = {k.removeprefix(f"{group}."): k for k in known if k.rpartition(".")[0] == group}
-        same = [k for k in known if k.rpartition(".")[2] == word]
-        near = [beside[name] for name in difflib.get_close_matches(word, beside)] or difflib.get_close_matches(
-            key, same, cutoff=0.8) or same or difflib.get_close_matches(key, () if beside else known, cutoff=0.8)
-        hint = f": did you mean {' or '.join(near)}?" if near else "."
-        groups = [name if name in known else f"{name}.…" for name in type(self).model_fields]
-        raise ConfigError(f"there is no setting {key!r}{hint} There are: "
-                          f"{', '.join(beside.values() if group and beside else groups)}.")
 
 
 def group_of(field: FieldInfo) -> type[Settings] | None:
@@ -166,7 +143,7 @@ def plain(value: Any) -> Any:
         value = vars(value)
     if isinstance(value, Mapping):
         return {key: plain(below) for key, below in value.items()}
-    return [plain(one) for one in value] if isinstance(value, tuple | list) else value
+    return [plain(below) for below in value] if isinstance(value, tuple | list) else value
 
 
 def _prefix(kind: type[Settings]) -> str:
@@ -174,45 +151,15 @@ def _prefix(kind: type[Settings]) -> str:
     return next((f"{name}." for name, field in RunConfig.model_fields.items() if field.annotation is kind), "")
 
 
-def _explain_errors(kind: type[Settings], values: Mapping[str, Any], error: ValidationError) -> Iterator[str]:
-    """Pydantic's errors in our words: what is wrong with the value, and what to do."""
+def _explain_errors(kind: type[Settings], error: ValidationError) -> Iterator[str]:
+    """Pydantic's errors, each with its setting and value."""
     for detail in error.errors(include_url=False):
-        name = str(detail["loc"][0]) if detail["loc"] else ""
-        cause = detail.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            yield f"{_prefix(kind)}{name}: {cause}" if name else str(cause)
-        elif name not in kind.model_fields:
-            yield (f"{kind.__name__} has no setting {name}; it has {', '.join(kind.model_fields)}. "
-                   "Release 0.1.0 alone reads the configurations that it wrote.")
-        elif name not in values:
-            yield f"{_prefix(kind)}{name} must be given"
-        elif get_origin(kind.model_fields[name].annotation) is Mapping:
-            yield f"{_prefix(kind)}{name}={values[name]!r}: set one entry at a time, {_prefix(kind)}{name}.NAME=…"
-        else:
-            yield f"{_prefix(kind)}{name}={_explain_value(kind.model_fields[name], values[name], detail['type'])}"
-
-
-def _explain_value(field: FieldInfo, value: Any, error: str) -> str:
-    if get_origin(field.annotation) is Literal:
-        return f"{value!r}: choose {' or '.join(map(str, get_args(field.annotation)))}"
-    if error in OUT_OF_RANGE:
-        written = f"{value:g}" if isinstance(value, int | float) else repr(value)
-        return f"{written}: {FINITE if written == 'nan' else next(m for m in field.metadata if isinstance(m, str))}"
-    return f"{value!r}: the setting needs a value of type {write_type(field.annotation)}"
-
-
-def write_type(kind: Any) -> str:
-    """A type as text."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return write_type(inner[0])
-    if origin is Literal:
-        return "str"
-    if origin in (UnionType, Union):
-        return " | ".join(map(write_type, inner))
-    if origin is not None:
-        return f"{origin.__name__}[{', '.join(map(write_type, inner))}]"
-    return {NoneType: "None", Ellipsis: "..."}.get(kind) or kind.__name__
+        reason = detail.get("ctx", {}).get("error", detail["msg"])
+        if detail["type"] == "extra_forbidden":
+            reason = f"not among {', '.join(kind.model_fields)}. Release 0.1.0 alone reads what it wrote."
+        key = _prefix(kind) + ".".join(map(str, detail["loc"]))
+        value = "" if detail["type"] == "missing" else f"={detail['input']!r}"
+        yield f"{key}{value}: {reason}" if detail["loc"] else str(reason)
 
 
 # ---------------------------------------------------------------------- what a run is made of
@@ -225,7 +172,7 @@ class ModelConfig(Settings):
     """Changes to a preset's Hugging Face configuration, e.g. `{"num_experts": 32}`."""
     device: str = "cpu"
     dtype: str = "float32"
-    router_dtype: str | None = None
+    router_dtype: Annotated[str, Field(pattern="^(float32|bfloat16)$")] | None = None
     """`float32`: routers keep their weights, and compute logits and combine weights, in float32, whatever `dtype` is.
     None: as the family's own code does, mostly in `dtype`. policy='megatron' always computes them in float32."""
 
@@ -233,13 +180,13 @@ class ModelConfig(Settings):
 class ColdStart(Settings):
     """Supervised warm-up until a target success rate. `target=0` turns it off, as for a trained checkpoint."""
 
-    target: Annotated[Float, Field(ge=0, le=1), "a success rate, from 0 (no cold start) to 1"] = 0.35
+    target: Share = 0.35
     """Share of sampled completions with reward 1 at which it stops; 0: no warm-up."""
     seed: Seed = 0
     """Of initial weights and the order of examples. Runs that share a warm-up give no evidence about other warm-ups."""
-    max_steps: Steps = 3000
+    max_steps: Number = 3000
     batch_size: Count = 64
-    lr: LearningRate = 2e-3
+    lr: NotNegative = 2e-3
 
 
 class Optimizer(Settings):
@@ -247,17 +194,17 @@ class Optimizer(Settings):
 
     name: Literal["adamw", "sgd"] = "adamw"
     """`adamw`, or `sgd` with momentum `betas[0]`."""
-    lr: LearningRate = 2e-4
-    warmup: Annotated[int, Field(ge=0), "a number of updates; a negative one makes learning rates negative"] = 0
+    lr: NotNegative = 2e-4
+    warmup: Number = 0
     """Updates over which the learning rate rises from 0, linearly."""
-    betas: Annotated[tuple[Decay, Decay], FromList, "shares of a mean that are kept, in [0, 1)"] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], FromList] = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
-    grad_clip: Annotated[Float, Field(ge=0), "a norm, or 0 for no clipping; a negative one would train uphill"] = 1.0
+    grad_clip: NotNegative = 1.0
     """Global L2 norm to which gradients are clipped; 0 turns clipping off."""
     router_lr_scale: NotNegative = 1.0
     """Learning-rate factor of the router weights; 0 freezes them."""
-    loss_free_bias: Annotated[Float, Field(ge=0), "a negative step would load the experts that are full"] = 0.0
+    loss_free_bias: NotNegative = 0.0
     """Step u of every expert's correction bias after an update, u · sign(mean count − count), counted over the
     mini-batch's unconstrained choices (arXiv 2408.15664: u = 1e-3). For families that choose with such a bias."""
 
@@ -271,9 +218,10 @@ class Measure(Settings):
 
     responses: Count = 32
     """Responses per step on which quantities that need an extra forward are measured."""
-    detail_every: Interval = 10
-    """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor."""
-    rollouts: Annotated[int, Field(ge=0), "a number of rollouts, or 0 to keep none"] = 8
+    detail_every: Count = 10
+    """Steps between detailed measurements: per-update volatility, attribution by mini-batch index, noise floor. A run
+    may go on with another value."""
+    rollouts: Number = 8
     """Most rollouts that are kept per step for `moe-rl runs read`; 0: none. It changes neither numbers nor hash."""
     full: bool = False
     """Measure every response at every step, and print the cost."""
@@ -288,7 +236,7 @@ class RouterNoise(Settings):
     one, the same within a step and for all arms of a seed. N counts the updates of all epochs. Ratios start at 1 and
     drift coherently within a step, as in training."""
 
-    scale: Deviation = 0.0
+    scale: NotNegative = 0.0
     """In standard deviations of each router's weights; 0 turns it off."""
     target: Literal["weights", "choice", "other_weights"] = "weights"
     """`weights`: gates and expert sets change. `choice`: expert sets only. `other_weights`: a control, noise on
@@ -365,55 +313,55 @@ class RunConfig(Settings):
     epochs: Count = 1
     """Passes over the rollouts of a step, each with its own split: `mini_batches` × `epochs` updates."""
     micro_batch: Count = 64
-    """Most rows in one forward with gradient."""
-    micro_batch_tokens: Annotated[int | None, Field(ge=1), AT_LEAST_ONE] = None
+    """Most rows in one forward with gradient. Fewer need less memory and round differently in the last bits. A run may
+    go on with another value; the manifest has both."""
+    micro_batch_tokens: Annotated[int | None, Field(ge=1)] = None
     """Most tokens, padding included, in any forward. Rows are sorted by length and grouped up to this number; a longer
-    row is alone. None: no limit besides the rows."""
+    row is alone. None: no limit besides the rows. A run may go on with another value, as with `micro_batch`."""
     activation_checkpointing: bool = False
-    temperature: Annotated[Float, Field(gt=0), "logits are divided by it, so it must be positive"] = 1.0
+    """Compute activations again in the backward, for less memory. A run may go on with another value."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
     """Of sampling, and of every log-probability; above 0."""
-    top_p: Annotated[Float, Field(gt=0, le=1), "a share of the probability, above 0, or nothing is drawn"] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the fewest tokens that together have this probability, after `min_p` and `top_k`; every
     log-probability is over these tokens. 1: all tokens. The supervised warm-up samples from all tokens."""
-    top_k: Annotated[int, Field(ge=0), "a number of tokens, or 0 for all"] = 0
+    top_k: Number = 0
     """Sample from at most so many tokens. 0: all tokens."""
-    min_p: Annotated[Float, Field(ge=0, le=1), "a share of the highest probability"] = 0.0
+    min_p: Share = 0.0
     """Sample from tokens with at least this share of the highest probability."""
     sampling_mask: bool = True
     """With `top_p`, `top_k` or `min_p`, trainer and reference renormalise over the tokens that the engine kept. False:
     trainer and reference use the whole vocabulary, and differ from the engine."""
     max_new_tokens: Count = 16
-    stop: Annotated[tuple[Text, ...], FromList, "every completion contains the empty string, so all would end"] = ()
+    stop: Annotated[tuple[Text, ...], FromList] = ()
     """Texts that end a completion, besides the end token."""
-    eval_every: Interval = 10
-    """Steps between evaluations on held-out prompts, greedy and sampled; also before and after training."""
+    eval_every: Count = 10
+    """Steps between evaluations on held-out prompts, greedy and sampled; also before and after training. A run may go
+    on with another value."""
     eval_prompts: Count = 128
-    save_every: Interval = 25
-    """Steps between resume checkpoints."""
-    hf_checkpoints: Annotated[tuple[Step, ...], FromList, "steps are counted from 1, and 0 is before them"] = ()
+    save_every: Count = 25
+    """Steps between resume checkpoints. A run may go on with another value."""
+    hf_checkpoints: Annotated[tuple[Number, ...], FromList] = ()
     """Steps after which the weights are also saved, as Hugging Face's files in the run's folder checkpoints/step=…; 0:
-    before all."""
+    before all. A run may go on with more, at steps that are still to come."""
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
-        if self.model.router_dtype not in (None, "float32"):
-            raise ConfigError(f"model.router_dtype={self.model.router_dtype!r}: choose float32, or None for the "
-                              "model's dtype")
+        if self.model.router_dtype == "bfloat16":
+            raise ConfigError("model.router_dtype='bfloat16': train with float32, or None for the model's dtype")
         rows = self.prompts_per_step * self.group_size
         if self.mini_batches > rows:
-            raise ConfigError(f"mini_batches={self.mini_batches} is more than the {rows} rollouts of a step "
-                              f"({self.prompts_per_step} prompts × {self.group_size}). Use at most {rows}.")
-        if (
-            self.router_noise.direction == "last_step"
-            and self.router_noise.target != "other_weights"
-            and not self.optimizer.router_lr_scale
-        ):
-            raise ConfigError("router_noise.direction='last_step' needs routers that train, but "
-                              "optimizer.router_lr_scale=0 freezes them. Use the direction 'random'.")
-        if self.router_noise.direction == "last_step" and self.optimizer.name == "sgd" and not self.optimizer.betas[0]:
             raise ConfigError(
-                "router_noise.direction='last_step' needs the optimizer's momentum, but sgd with "
-                f"optimizer.betas={self.optimizer.betas} has none. Use the direction 'random'."
+                f"mini_batches={self.mini_batches} is more than the {rows} rollouts of a step "
+                f"({self.prompts_per_step} prompts × {self.group_size}). Use at most {rows}."
+            )
+        noise, optimizer = self.router_noise, self.optimizer
+        frozen = noise.target != "other_weights" and not optimizer.router_lr_scale
+        if noise.direction == "last_step" and (frozen or optimizer.name == "sgd" and not optimizer.betas[0]):
+            raise ConfigError(
+                "router_noise.direction='last_step' needs a last step, but the routers are frozen, or sgd has no "
+                f"momentum: optimizer.router_lr_scale={optimizer.router_lr_scale}, betas={optimizer.betas}. Use the "
+                "direction 'random'."
             )
         return self
 
@@ -438,57 +386,44 @@ class RunConfig(Settings):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
+    def samples_itself(self) -> bool:
+        """Whether the engine's routes and probabilities are those of the policy that begins the step: up to rounding
+        in float32 it is the same network, with the same weights."""
+        engine, batches, policy = map(Component.of, (self.engine, self.batches, self.policy))
+        same = engine.name in ("hf", "perturbed") and policy.name == "hf" and self.model.dtype == "float32"
+        other = batches.own or batches.options.get("lag") or self.truncates and not self.sampling_mask
+        return same and not other and not any(engine.options[name] for name in {*engine.options} - {"routes"})
+
+    @property
     def hash(self) -> str:
-        """Of everything but `steps`, so that more steps extend a run, and what is kept to be read."""
+        """Of everything but `steps`, so that more steps extend a run, and what is kept to be read. 1 is 1.0."""
         return hash_of(self.to_dict())
 
 
 def hash_of(settings: Mapping[str, Any]) -> str:
-    """`RunConfig.hash`, of a run's settings as JSON has them, whichever version wrote them."""
+    """`RunConfig.hash`, of a run's settings as JSON has them."""
     d = {k: v for k, v in settings.items() if k != "steps"}
-    d["measure"] = {k: v for k, v in d["measure"].items() if k != "rollouts"}
+    d["measure"] = {k: v for k, v in d.get("measure", {}).items() if k != "rollouts"}
+    d = {k: _by_value(v, WHOLE.get(k)) for k, v in d.items()}
     return hashlib.sha256(json.dumps(d, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Pretraining(Settings):
-    """Supervised training of random weights until loss and load are stable: `moe-rl checkpoint pretrain`."""
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two settings, as JSON has them, mean the same: 1 and 1.0 do, 1 and true do not."""
+    a, b = (json.dumps(_by_value(value, float), sort_keys=True, default=str) for value in (a, b))
+    return a == b
 
-    task: Named = Component("running_sums")
-    """The task whose answers are learned, usually a `mixture`."""
-    model: InstanceOf[ModelConfig] = Field(default_factory=ModelConfig)
-    seed: Seed = 0
-    """Initial weights and order of examples."""
-    batch_size: Count = 64
-    micro_batch: Count = 64
-    """Most rows in one forward, over which the load is balanced."""
-    lr: LearningRate = 2e-3
-    warmup: int = 100
-    """Steps over which the learning rate rises; then it is constant, until all goals are met or steps run out."""
-    load_balance: Float = 0.01
-    """Switch's loss per MoE layer (arXiv 2101.03961, eq. 4), over real tokens, prompts included."""
-    max_steps: int = 5000
-    """Most steps at the constant rate. A fifth as many steps follow, in which the rate falls to 0."""
-    every: Interval = 100
-    """Steps between measurements on held-out prompts. A killed pretraining continues from the last measurement."""
-    held_out: int = 256
-    """Held-out prompts: the same as in a run with as many `eval_prompts`; a run with more begins with them."""
-    patience: int = 5
-    least_gain: Float = 0.02
-    """The loss is flat if its best of the last `patience` values is less than this share below the best before."""
-    least_entropy: Float = 0.95
-    """Goal for the least balanced MoE layer: −Σ f log f / log E of the share of slots that each expert fills."""
-    most_violation: Float = 1.0
-    """Goal for the least balanced MoE layer: max f / mean f − 1. No expert may be dead (f < 0.01 / E)."""
 
-    def goals(self, rows: list[dict[str, float]]) -> dict[str, bool]:
-        """Which are met after these measurements on held-out prompts: `flat`, `balanced`."""
-        losses, last = [row["loss"] for row in rows], rows[-1]
-        before, lately = losses[: -self.patience], losses[-self.patience :]
-        return {
-            "flat": bool(before) and min(lately) > (1 - self.least_gain) * min(before),
-            "balanced": (last["load_entropy"] >= self.least_entropy and not last["load_dead_experts"]
-                         and last["load_max_violation"] < self.most_violation),
-        }
+def _by_value(value: Any, whole: type | None) -> Any:
+    """Settings with one form of equal numbers: whole ones of this type, by default of their own."""
+    if isinstance(value, Mapping):
+        return {key: _by_value(below, whole) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_by_value(below, whole) for below in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    number = value + 0  # of -0.0 it makes 0.0
+    return whole(number) if whole and number % 1 == 0 and abs(number) <= 2**53 else number
 
 
 SHIPPED = {"qwen3_moe-fine-pretrained": Path(__file__).parent / "models/pretrained"}
@@ -501,7 +436,7 @@ def folder_of(checkpoint: str) -> Path:
 
 
 # ---------------------------------------------------------------------- settings as text
-def parse_settings(config: RunConfig | Pretraining, settings: Sequence[str]) -> dict[str, Any]:
+def parse_settings(config: RunConfig, settings: Sequence[str]) -> dict[str, Any]:
     """`["optimizer.lr=1e-4"]`, as a command line has it, as typed values for `config.replace`. Raises ConfigError for
     an unknown setting, or for a value that it cannot have."""
     typed = {}
@@ -509,8 +444,10 @@ def parse_settings(config: RunConfig | Pretraining, settings: Sequence[str]) -> 
         if not equals:
             raise ConfigError(f"--set takes key=value, e.g. optimizer.lr=1e-4, but got {key!r}")
         if key.split(".")[0] in ("arm", "seed", "steps"):
-            raise ConfigError(f"{key} cannot be changed with --set. Change arms in the study file; use --seeds and "
-                              "--steps for the others.")
+            raise ConfigError(
+                f"{key} cannot be changed with --set. Change arms in the study file; use --seeds and "
+                "--steps for the others."
+            )
         typed[key] = _parse_value(config, key, text)
     config.replace(**typed)
     return typed
@@ -521,14 +458,14 @@ def _parse_value(config: Settings, key: str, text: str) -> Any:
     field = dict(fields_of(type(config))).get(key)
     kind = field.annotation if field else Any
     kinds = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
+    if NoneType in kinds and text.lower() == "none":
+        return None
     if str in kinds or get_origin(kind) is Literal:
         return text
     try:
         value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
     except (ValueError, SyntaxError):
         return text
-    if float in kinds and type(value) is int:
-        return float(value)
     if get_origin(kind) is tuple and type(value) in (int, float):
         return (value,)
     return value

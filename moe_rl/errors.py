@@ -1,14 +1,14 @@
-"""Errors a user can cause. Each says what, with the values, why it matters and what to do; the CLI exits with 2."""
+"""Errors that a user can cause; the command line prints their text and exits with 2."""
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
+
+FULL = r"out of ?memory|(can't|cannot|unable to) allocate|not enough memory|alloc_failed"
+"""The texts of the errors of torch's CPU allocator, CUDA and the system, which have no class of their own."""
 
 
 class MoeRlError(Exception):
@@ -31,6 +31,10 @@ class Diverged(RunError):
     """Gradients or weights are no longer finite."""
 
 
+class NotFinite(RoutingError, Diverged):
+    """Routers whose scores are not finite have chosen nothing."""
+
+
 class Stopped(MoeRlError):
     """A run was told to stop, and did after a commit."""
 
@@ -40,34 +44,15 @@ class AuxLossSilentlyOn(UserWarning):
 
 
 @contextmanager
-def raise_os_errors(file: Path) -> Iterator[None]:
-    """Raise OSError with the file's name where safetensors or torch cannot write it in the block, as on a full disk.
-    Safetensors has an error of its own, and torch says what its file is not, but not why."""
-    from safetensors import SafetensorError
-
+def name_full_memory(run: Any) -> Iterator[None]:
+    """Raise RunError where the memory is full in a block of a run: which settings need less of it, and their values."""
     try:
         yield
-    except SafetensorError as error:
-        if (number := re.search(r"os error (\d+)", str(error))) is None:
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not isinstance(error, MemoryError) and not re.search(FULL, f"{type(error).__name__}: {error}", re.I):
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
-    except RuntimeError as error:
-        if "inline_container" not in str(error) and "PytorchStreamWriter" not in str(error):
-            raise
-        why = errno.EIO if shutil.disk_usage(file.parent).free else errno.ENOSPC
-        raise OSError(why, os.strerror(why), str(file)) from error
-
-
-@contextmanager
-def name_full_disk(folder: Path) -> Iterator[None]:
-    """Raise RunError where a disk is full in the block: which one, and what to do. `folder` is where the block writes,
-    for the errors that name no file, as those of `write` and of pyarrow."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        file = Path(error.filename or folder)
-        disk = next(place for place in (file.resolve(), *file.resolve().parents) if place.is_mount())
-        raise RunError(f"{file}: {os.strerror(error.errno)}. Free some space on the disk at {disk}, then repeat the "
-                       "command: checkpoints are kept.") from error
+        raise RunError(
+            f"the memory of {run.model.device} is full ({type(error).__name__}: {str(error)[:200]}). Lower "
+            f"micro_batch={run.micro_batch}, set micro_batch_tokens={run.micro_batch_tokens} lower, or turn "
+            f"activation_checkpointing={run.activation_checkpointing} on. The same command goes on."
+        ) from error

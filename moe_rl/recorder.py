@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +23,30 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from moe_rl.config import Measure, RunConfig
+from moe_rl.errors import NotFinite
 from moe_rl.metrics import ratios, volatility
+from moe_rl.metrics.pooled import Pooled
 from moe_rl.policies.base import Policy
 from moe_rl.registry import Component
 from moe_rl.rollouts.engine import Sampler
+from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import NOISE
 from moe_rl.tasks.base import AnyTask, votes_of
 from moe_rl.tasks.environments import compute_reward, sample_rollouts
-from moe_rl.types import Batch, Prompt, Rollout, Sampling, Scored, Updated, prompt_rows, response_rows
+from moe_rl.types import (
+    Batch,
+    MiniBatch,
+    Prompt,
+    Rollout,
+    Rollouts,
+    Sampling,
+    Scored,
+    Stage,
+    Updated,
+    prompt_rows,
+    response_rows,
+)
 
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
@@ -63,8 +78,7 @@ class Recorder:
         begins with, `split` the rows of every update's mini-batch, epoch after epoch."""
         self.step, self.batch, self.natural, self.split = step, batch, natural, split
         if self.run.truncates and self.run.sampling_mask and batch.kept is None:
-            warnings.warn("the engine does not report which tokens sampling kept. The log-probs are over the whole "
-                          "vocabulary, so they are not those of the sampler.", stacklevel=2)
+            warnings.warn("the engine does not report what sampling kept: log-probs are over all tokens", stacklevel=2)
         self.lags = None if batch.sampled_at is None else step - 1 - batch.sampled_at
         """Steps between the weights that drew a response token and those of `natural`."""
         self.fresh = self.lags is None or not bool(self.lags[batch.response_mask].any())
@@ -84,8 +98,8 @@ class Recorder:
             self.probe = Probe(self.policy, probed, self.natural, self.split, self.run.measure, detail, self.timed)
         return self.probe
 
-    def before(self, update: int, mini_batch: Batch, probed: Row) -> None:
-        """Before the update of a mini-batch, counted from 0; `probed` is what `Probe.score_before` found."""
+    def before(self, update: int, mini_batch: MiniBatch, probed: Row) -> None:
+        """Before the update of `mini_batch`, counted from 0; `probed` is the row of `Probe.score_before`."""
         with self.timed("measure"):
             count = update + 1
             lr = self.run.optimizer.lr_at((self.step - 1) * len(self.split) + count)
@@ -95,20 +109,18 @@ class Recorder:
             if self.run.router_noise.scale:
                 self.updates[-1]["noise_scale"] = self.run.router_noise.size(update, len(self.split))
 
-    def after(self, update: int, mini_batch: Batch, updated: Updated) -> None:
-        """After that update. `mini_batch` is what was trained on, ratios' log-probs and all."""
+    def after(self, update: int, mini_batch: MiniBatch, updated: Updated, probed: Row) -> None:
+        """After that update of `mini_batch`; `probed` is the row of `Probe.score_after`."""
         with self.timed("measure"):
-            assert mini_batch.old_logprobs is not None, "the trainer fills it in before an update"
             index, width = self.split[update], mini_batch.tokens.shape[1]
             natural = self.natural.rows(index, width)
             own = mini_batch.ratio_logprobs
             log_ratio = (updated.logprobs if own is None else own) - mini_batch.old_logprobs
-            self.updates[-1] |= update_row(mini_batch, log_ratio, updated, natural)
+            self.updates[-1] |= update_row(mini_batch, log_ratio, updated, natural) | probed
             rows = index + update // self.per_epoch * len(self.batch)
             self.log_ratio[rows, :width], self.clipped_by[rows, :width] = log_ratio, updated.clipped_by
             self.routes.append(updated.routes if updated.preferred is None else updated.preferred)
-            if mini_batch.loss_mask is not None:
-                self.counted[rows, :width] = mini_batch.loss_mask
+            self.counted[rows, :width] = mini_batch.mask
 
     def end(self, push_gap: float | None, probed: tuple[Row, list[Row]]) -> Rows:
         """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats;
@@ -120,9 +132,9 @@ class Recorder:
             row = {"step": self.step, **batch_row(self.batch, self.natural), **of_step, **engine}
             row |= ratio_row(self.batch, self.log_ratio, self.clipped_by, self.counted)
             row |= {} if push_gap is None else {"push_gap_max": push_gap}
-            for name in ("grad_norm", "grad_clipped", "grad_cosine"):
-                if found := [update[name] for update in self.updates if name in update]:
-                    row[name] = sum(found) / len(found)
+            for name in ("grad_norm", "grad_clipped", "grad_cosine", "weights_changed"):
+                if values := [update[name] for update in self.updates if name in update]:
+                    row[name] = sum(values) / len(values)
             by_lag = self._by_lag() if Component.of(self.run.batches).options.get("lag") or not self.fresh else []
             if self.lags is not None and by_lag:
                 of_tokens = self.lags[self.batch.response_mask].double()
@@ -141,22 +153,24 @@ class Recorder:
             part = replace(self.batch, response_mask=self.batch.response_mask & (self.lags == lag))
             counted = self.counted & part.response_mask.repeat(self.run.epochs, 1)
             gap = engine_row(part, self.natural)[0]
-            rows.append({"step": self.step, "lag": lag, "lag_tokens": int(part.response_mask.sum())}
-                        | {name.replace("engine", "stale"): x for name, x in gap.items() if name != "engine_unknown"}
-                        | ratio_row(part, self.log_ratio, self.clipped_by, counted))
+            rows.append(
+                {"step": self.step, "lag": lag, "lag_tokens": int(part.response_mask.sum())}
+                | {name.replace("engine", "stale"): x for name, x in gap.items() if name != "engine_unknown"}
+                | ratio_row(part, self.log_ratio, self.clipped_by, counted)
+            )
         return rows
 
     def flips(self, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows time"]:
         """At how many sites the routers chose another set for a token than π_old's did, or would have chosen under
         replay, right before the last update on it; for some rows of the batch. Where a route is unknown none counts."""
-        found = torch.zeros(len(rows), self.batch.tokens.shape[1], dtype=torch.long)
+        flips = torch.zeros(len(rows), self.batch.tokens.shape[1], dtype=torch.long)
         for index, routes in zip(self.split, self.routes, strict=True):
             here, there = (index[:, None] == rows).nonzero().T
             now = routes.rows(here)
             old = self.natural.routes.rows(rows[there], now.shape[1])
             changed = ~old.same_sets(now) & old.known & now.known
-            found[there, 1 : now.shape[1]] = changed.sum(-1)[:, :-1].cpu()  # decided where it is no input yet
-        return found
+            flips[there, 1 : now.shape[1]] = changed.sum(-1)[:, :-1].cpu()  # decided where it is no input yet
+        return flips
 
     def cost(self) -> Row:
         """Seconds per phase since the last call, their sum, and the peak of this process's memory so far."""
@@ -166,17 +180,33 @@ class Recorder:
         return columns
 
 
+@contextmanager
+def unless_not_finite() -> Iterator[None]:
+    """Warn where routers have no finite scores any more: what was to be measured is missing, and the run ends with the
+    next rollouts."""
+    try:
+        yield
+    except NotFinite as error:
+        warnings.warn(str(error), stacklevel=3)
+
+
 class Probe:
     """The responses of one step on which quantities that need an extra forward are measured."""
 
     def __init__(
-        self, policy: Policy, batch: Batch, natural: Scored, split: list[Tensor], settings: Measure, detail: bool,
+        self,
+        policy: Policy,
+        batch: Batch,
+        natural: Scored,
+        split: list[Tensor],
+        settings: Measure,
+        detail: bool,
         timed: Callable[[str], AbstractContextManager[None]],
     ):
         first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
         per_mini_batch = len(batch) if settings.full else max(1, settings.responses // first)
         self.policy, self.detail, self.timed = policy, detail or settings.full, timed
-        self.whole, self.natural = batch, natural
+        self.step_batch, self.natural = batch, natural
         self.parts = [index[:per_mini_batch] for index in split]
         rows = torch.cat(self.parts[:first])
         self.batch = batch.rows(rows)
@@ -193,7 +223,7 @@ class Probe:
         if not self.detail or update == 0:
             return {}
         with self.timed("measure"):
-            part = self.whole.rows(self.parts[update])
+            part = self.step_batch.rows(self.parts[update])
             old = self.natural.rows(self.parts[update], part.tokens.shape[1])
             natural, replayed = self.policy.score(part), self.policy.score(part, old.routes)
             sums = ratios.attribution(
@@ -205,17 +235,18 @@ class Probe:
         """Detail: how many experts this one update changed, on the whole probe."""
         if not self.detail:
             return {}
-        with self.timed("measure"):
+        with self.timed("measure"), unless_not_finite():
             routes = self.policy.score(self.batch).routes
             change = volatility.route_change(self.routes.experts, routes.experts, response_rows(self.batch))
             self.routes = routes
             self.followed.append(change.site_rows())
             row = change.row()
             return {name: row[name] for name in CHANGE}
+        return {}
 
     def score_at_end(self) -> tuple[Row, list[Row]]:
         """What all updates of the step did together: a row for `steps`, and one per site for `layers`."""
-        with self.timed("measure"):
+        with self.timed("measure"), unless_not_finite():
             after = self.policy.score(self.batch, scores=self.detail)
             replayed = self.policy.score(self.batch, self.old.routes)
             row: Row = {
@@ -224,16 +255,21 @@ class Probe:
                 **self._replay_gap(after, replayed),
                 **self.engine,
             }
-            sites: list[Row] = [{} for _ in after.routes.layout.sites]
-            found = [(suffix, part) for suffix, rows in (("", response_rows), ("_prompt", prompt_rows))
-                     for part in self._changes(after, rows(self.batch))]
-            found += [("", ({}, self._use(after))), *([("", self._noise_floor(after))] if self.detail else [])]
-            found += [("", ({}, [{f"change_update_{n}": site["expert_change_rate"]} for site in of_update]))
-                      for n, of_update in enumerate(self.followed, 1)]
-            for suffix, (part, per_site) in found:
-                for mine, values in zip((row, *sites), (part, *per_site), strict=True):
-                    mine |= {name + suffix: value for name, value in values.items()}
+            sites = [Row() for _ in after.routes.layout.sites]
+
+            def add(of_step: Row, per_site: list[Row], suffix: str = "") -> None:
+                for target, values in zip((row, *sites), (of_step, *per_site), strict=True):
+                    target |= {name + suffix: value for name, value in values.items()}
+
+            add(*self._changes(after, response_rows(self.batch)))
+            add(*self._changes(after, prompt_rows(self.batch)), suffix="_prompt")
+            add({}, self._use(after))
+            if self.detail:
+                add(*self._noise_floor(after))
+            for n, of_update in enumerate(self.followed, 1):
+                add({}, [{f"change_update_{n}": site["expert_change_rate"]} for site in of_update])
             return row, sites
+        return {}, [{} for _ in self.old.routes.layout.sites]
 
     # ------------------------------------------------------------------ parts of it
     def _engine_replayed(self) -> Row:
@@ -251,37 +287,34 @@ class Probe:
         assert replayed.preferred is not None, "a policy that replayed says what its routers preferred"
         rows = response_rows(self.batch)
         gap = (natural.logprobs - replayed.logprobs)[self.batch.response_mask].double()
-        pull = volatility.route_change(replayed.routes.experts, replayed.preferred.experts, rows).row()[
-            "expert_change_rate"
-        ]
+        pull = volatility.route_change(replayed.routes.experts, replayed.preferred.experts, rows).row()
         return {
             "replay_gap_mean": gap.mean().item(),
             "replay_gap_std": gap.std(correction=0).item(),
             "replay_gap_max": gap.abs().max().item(),
-            "pull": pull,
+            "pull": pull["expert_change_rate"],
         }
 
-    def _changes(self, after: Scored, rows: Tensor) -> list[tuple[Row, list[Row]]]:
+    def _changes(self, after: Scored, rows: Tensor) -> tuple[Row, list[Row]]:
         """Volatility of the tokens in `rows` from π_old to the new weights: overall, and per site."""
         old, new = self.old.routes, after.routes
         gates = None if self.scores is None else self.scores.gates
         both = None
         if self.scores is not None and after.scores is not None:
             both = self.scores.log_probs_at(old.ids()), after.scores.log_probs_at(old.ids())
-        found = volatility.changes(old.experts, new.experts, rows, new.layout, gates, both)
-        return [(change.row(), change.site_rows()) for change in found]
+        change = volatility.changes(old.experts, new.experts, rows, new.layout, gates, both)
+        return change.row(), change.site_rows()
 
     def _use(self, after: Scored) -> list[Row]:
         """Load, and at detail confidence and margins, of the new weights' natural routing, per site."""
         rows, sites = response_rows(self.batch), after.routes.layout.sites
         load = volatility.load_statistics(after.routes.experts, [s.num_experts for s in sites], rows).site_rows()
-        scores, none = after.scores, [Row() for _ in sites]
-        margins = none if scores is None else volatility.margin_summary(scores.margins, rows)
-        sure = none
-        if scores is not None:
-            sure = volatility.router_confidence(scores.log_probs, after.routes.experts, rows).site_rows()
-        keys = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(sites)]
-        return [key | use | mass | margin for key, use, mass, margin in zip(keys, load, sure, margins, strict=True)]
+        result = [{"site": i, "layer": site.decoder_layer} | load[i] for i, site in enumerate(sites)]
+        if (scores := after.scores) is not None:
+            confidence = volatility.router_confidence(scores.log_probs, after.routes.experts, rows).site_rows()
+            margins = volatility.margin_summary(scores.margins, rows)
+            result = [a | b | c for a, b, c in zip(result, confidence, margins, strict=True)]
+        return result
 
     def _noise_floor(self, after: Scored) -> tuple[Row, list[Row]]:
         """The same weights scored again: rows in reverse, in two calls of unequal size, with extra padding."""
@@ -294,18 +327,18 @@ class Probe:
             gap[index, :time] = again.logprobs[:, :time] - first.logprobs
             experts = again.routes.experts[:, :time]
             changes.append(volatility.route_change(first.routes.experts, experts, response_rows(part)))
-        change, found = sum(changes[1:], start=changes[0]), ratios.ratio_statistics(gap, self.batch.response_mask)
+        change, statistics = sum(changes, Pooled()), ratios.ratio_statistics(gap, self.batch.response_mask)
         row = {
-            "noise_floor_logprob": found["token_log_ratio_max"],
-            "noise_floor_kl_k3": found["token_kl_k3"],
-            "noise_floor_beyond_2": found["token_beyond_2"],
+            "noise_floor_logprob": statistics["token_log_ratio_max"],
+            "noise_floor_kl_k3": statistics["token_kl_k3"],
+            "noise_floor_beyond_2": statistics["token_beyond_2"],
             **{f"noise_floor_{name}": change.row()[name] for name in ENGINE_CHANGE},
         }
         return row, [{"noise_floor_any_change_rate": site["any_change_rate"]} for site in change.site_rows()]
 
 
 # ---------------------------------------------------------------------- rows
-def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored) -> Row:
+def update_row(part: MiniBatch, log_ratio: Tensor, updated: Updated, natural: Scored) -> Row:
     """One optimizer step: ratios and clipping of its mini-batch, and how far its routes had moved before the step."""
     rows = response_rows(part)
     row = {
@@ -313,7 +346,7 @@ def update_row(part: Batch, log_ratio: Tensor, updated: Updated, natural: Scored
         "grad_norm": updated.grad_norm,
         "grad_clipped": float(updated.grad_clipped),
         "entropy": updated.entropy[part.response_mask].double().mean().item(),
-        **ratio_row(part, log_ratio, updated.clipped_by, part.loss_mask),
+        **ratio_row(part, log_ratio, updated.clipped_by, part.mask),
         **updated.metrics,
     }
     if part.routes is not None:
@@ -331,30 +364,36 @@ def ratio_row(batch: Batch, log_ratio: Tensor, clipped_by: Tensor, counted: Tens
     epochs = len(log_ratio) // len(batch)
     mask, advantages = batch.response_mask.repeat(epochs, 1), batch.advantages.repeat(epochs, 1)
     return ratios.ratio_statistics(log_ratio, mask) | ratios.clip_fractions(
-        clipped_by, mask if counted is None else counted, advantages)
+        clipped_by, mask if counted is None else counted, advantages
+    )
 
 
 def batch_row(batch: Batch, natural: Scored) -> Row:
     """What was sampled, and how well it did."""
-    groups = batch.rewards.view(-1, int((batch.prompt_index == batch.prompt_index[0]).sum()))
+    groups = batch.prompt_index.unique(return_inverse=True)[1]
+    differing = torch.zeros(int(groups.max()) + 1, dtype=torch.float64, device=groups.device).index_add(
+        0, groups, (batch.advantages != 0).any(1).double()
+    )
     row = {
         "reward": batch.rewards.double().mean().item(),
         "exact": exact(batch.rewards),
         "reward_std": batch.rewards.double().std(correction=0).item(),
-        "zero_variance_groups": (batch.advantages == 0).all(1).view_as(groups).all(1).double().mean().item(),
+        "zero_variance_groups": (differing == 0).double().mean().item(),
         "response_tokens": batch.response_mask.sum(1).double().mean().item(),
         "truncated": (~batch.finished).double().mean().item(),
         "entropy": natural.entropy[batch.response_mask].double().mean().item(),
         **({} if batch.kept is None else {"kept_tokens": len(batch.kept.ids) / int(batch.response_mask.sum())}),
     }
     if batch.turn is not None:
-        said = batch.attention_mask & ~batch.response_mask & (batch.response_mask.cumsum(1) > 0)
-        row |= {"turns": batch.turn.amax(1).double().mean().item(),
-                "environment_tokens": said.sum(1).double().mean().item()}
+        replies = batch.attention_mask & ~batch.response_mask & (batch.response_mask.cumsum(1) > 0)
+        row |= {
+            "turns": batch.turn.amax(1).double().mean().item(),
+            "environment_tokens": replies.sum(1).double().mean().item(),
+        }
     return row
 
 
-def engine_row(batch: Batch, natural: Scored) -> tuple[Row, list[Row]]:
+def engine_row(batch: Rollouts, natural: Scored) -> tuple[Row, list[Row]]:
     """Engine and policy at equal weights, on all response tokens of a step: a row for `steps`, and one per site."""
     row, sites = engine_gap(batch, natural), [Row() for _ in natural.routes.layout.sites]
     if batch.rollout_routes is not None:
@@ -379,26 +418,35 @@ def peak_memory_mb() -> float:
     return peak / (1e6 if sys.platform == "darwin" else 1e3)
 
 
-def engine_gap(batch: Batch, scored: Scored) -> Row:
+def engine_gap(batch: Rollouts, scored: Scored) -> Row:
     """How far the policy's log-probs are from the engine's, on the response tokens."""
     return ratios.engine_gap(scored.logprobs - batch.rollout_logprobs, batch.response_mask)
 
 
-def _padded(batch: Batch, extra: int) -> Batch:
+def _padded(batch: Stage, extra: int) -> Stage:
     """The batch with `extra` more columns, which one row claims as tokens, so that no one trims them away."""
-    here = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    columns = {n: x for n, x in here.items() if isinstance(x, Tensor) and x.dim() > 1}
-    wide: dict[str, Any] = {n: nn.functional.pad(x, (0, extra)) for n, x in columns.items()}
+    columns = {name: x for name, x in vars(batch).items() if isinstance(x, Tensor) and x.dim() > 1}
+    wide: dict[str, Any] = {name: nn.functional.pad(x, (0, extra)) for name, x in columns.items()}
     wide["attention_mask"][0] = True
-    return replace(batch, **wide, rollout_routes=None, routes=None, ratio_routes=None, old_scores=None)
+    wide |= {name: None for name, x in vars(batch).items() if isinstance(x, RoutingTrace | RouterScores)}
+    return replace(batch, **wide)
 
 
 # ---------------------------------------------------------------------- evaluation
-def evaluate(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, *, key: tuple[int, ...],
-             samples: int = 1, greedy: bool = True, first: int = 0) -> list[tuple[Row, Rollout]]:
+def evaluate(
+    engine: Sampler,
+    task: AnyTask,
+    prompts: list[Prompt],
+    sampling: Sampling,
+    *,
+    key: tuple[int, ...],
+    samples: int = 1,
+    greedy: bool = True,
+    first: int = 0,
+) -> list[tuple[Row, Rollout]]:
     """Every completion with its row of the table `evaluations`, but for step and benchmark: the greedy one of every
     prompt, then `samples` drawn ones of each. Problems count from `first`; `key` is that of their noise."""
-    found = []
+    completions: list[tuple[Row, Rollout]] = []
     for is_greedy in [True] * greedy + [False]:
         count = 1 if is_greedy else samples
         how = replace(sampling, greedy=is_greedy, keep_mask=False)
@@ -407,13 +455,16 @@ def evaluate(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sa
             here = slice(i * count, (i + 1) * count)
             votes = [None] if is_greedy else votes_of(task, prompt, [answer_of(r) for r in rollouts[here]])
             for n, (rollout, vote) in enumerate(zip(rollouts[here], votes, strict=True)):
-                found.append(({
-                    "problem": first + i, "sample": GREEDY if is_greedy else 1 + n,
+                row = {
+                    "problem": first + i,
+                    "sample": GREEDY if is_greedy else 1 + n,
                     "reward": compute_reward(task, rollout),
-                    "response_tokens": float(rollout.own_tokens), "truncated": float(not rollout.finished),
+                    "response_tokens": float(rollout.own_tokens),
+                    "truncated": float(not rollout.finished),
                     "vote": None if vote is None else 1 + vote,
-                }, rollout))
-    return found
+                }
+                completions.append((row, rollout))
+    return completions
 
 
 def answer_of(rollout: Rollout) -> str:
@@ -421,8 +472,9 @@ def answer_of(rollout: Rollout) -> str:
     return rollout.turns[-1].text if rollout.turns else rollout.text
 
 
-def evaluation_rows(engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, seed: int,
-                    step: int) -> Rows:
+def evaluation_rows(
+    engine: Sampler, task: AnyTask, prompts: list[Prompt], sampling: Sampling, seed: int, step: int
+) -> Rows:
     """What a run measures after a step on its held-out prompts, one greedy and one drawn completion of each: a part of
     its row of `steps`, and the rows of `evaluations`. The noise is the same at every evaluation of a seed."""
     rows = [row for row, _ in evaluate(engine, task, prompts, sampling, key=(seed, NOISE, 0))]

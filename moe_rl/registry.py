@@ -5,23 +5,32 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
-import importlib.util
 import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
-from moe_rl.errors import ConfigError
+from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
+
+from moe_rl.errors import ConfigError, MoeRlError
 
 F = TypeVar("F", bound=Callable[..., Any])
 CALL = re.compile(r"([^\s()]+)\((.*)\)", re.DOTALL)
-SIMPLE: dict[str, Any] = {"bool": bool, "int": int, "float": float | int, "str": str, "None": type(None)}
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+AtLeastOne = Annotated[float, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+"""Ranges of options, as annotations of parameters, which `lookup` checks. Those without an upper end include inf."""
 WORDS = {"inf": math.inf, "nan": math.nan, "true": True, "false": False}
 """What words among the values of options mean; any other is a string."""
 
@@ -42,17 +51,14 @@ class Component:
         object.__setattr__(self, "options", options)
 
     @staticmethod
-    def of(part: str | Component | Mapping[str, Any] | Callable[..., Any]) -> Component:
-        """A Component from any of its forms; the mapping is its JSON, and a function or class of a user's own, or a
-        partial of one, stands for its name. Raises ConfigError for anything else."""
+    def of(part: Part | Mapping[str, Any]) -> Component:
+        """A Component from any of its forms; the mapping is its JSON. Raises ConfigError for anything else."""
         if isinstance(part, Component):
             return part
         if isinstance(part, str) and part:
             return Component(part)
         if isinstance(part, Mapping) and set(part) == {"name", "options"}:
             return Component(part["name"], **part["options"])
-        if callable(part):
-            return _use_of(part)
         raise ConfigError(f'{part!r} is not the name of a component. Write "name", or Component("name", option=value).')
 
     @staticmethod
@@ -73,26 +79,10 @@ class Component:
         return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def _use_of(part: Callable[..., Any]) -> Component:
-    """The `pkg.module:name` of a function or class, and the options of a partial: what a file can hold, and another
-    process import. Raises ConfigError where there is no such name."""
-    function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
-    module, name = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
-    if isinstance(part, partial) and part.args:
-        raise ConfigError(f"{part!r} has {len(part.args)} positional arguments. Give options by name.")
-    if not name.isidentifier() or module == "__main__":
-        raise ConfigError(f"{function!r} cannot be imported by other processes. Define a function or a class at the "
-                          "top level of a module, e.g. mine.py beside the study file.")
-    if module.partition(".")[0] == __package__.partition(".")[0]:
-        raise ConfigError(f"{module}.{name} belongs to this package. Use its short name, e.g. {name!r}, or "
-                          f"Component({name!r}, option=value).")
-    return Component(f"{module}:{name}", **options)
-
-
-Part = str | Component | Callable[..., Any]
+Part = str | Component
 """What configurations take wherever something is named."""
 Known = Mapping[str, Callable[..., Any] | str]
-"""Components by name: functions and classes, or `pkg.module:name` of one that is imported when it is asked for."""
+"""Components by name: functions and classes, or `pkg.module:name` of one that is imported when it is looked up."""
 
 
 def read_options(text: str, where: str) -> dict[str, Any]:
@@ -100,11 +90,14 @@ def read_options(text: str, where: str) -> dict[str, Any]:
     which names `where`."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
-        assert isinstance(call, ast.Call)
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ValueError("its first bracket is closed before the text ends")
         named = [(keyword.arg, ast.literal_eval(_Words().visit(keyword.value))) for keyword in call.keywords]
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"the options of {where} cannot be read. Write name=value, where a value is a number, a "
-                          "word, 'text', a list or a dictionary.") from error
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f"the options of {where} cannot be read. Write name=value, where a value is a number, a "
+            "word, 'text', a list or a dictionary, in one pair of brackets."
+        ) from error
     names = [name for name, _ in named if name]
     if call.args or len(set(names)) < len(named):
         raise ConfigError(f"the options of {where} must be name=value, and no name may appear twice")
@@ -117,31 +110,28 @@ class _Words(ast.NodeTransformer):
 
 
 def lookup(
-    kind: str, use: Part, known: Known,
+    kind: str,
+    use: Part,
+    known: Known,
     hint: Callable[[str, Collection[str]], str] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """The function or class that `use` names, one of `known` or a user's own, its options bound.
 
-    Options are the callable's keyword-only parameters. `hint` is asked for what an unknown name is elsewhere. Raises
-    ConfigError, before anything is called, for a name that is not there, for an option that the callable does not have
-    or that is of another type, and for one that it needs.
+    Options are the callable's keyword-only parameters, and their annotations say which values they may have. `hint` is
+    asked for what an unknown name is elsewhere. Raises ConfigError, before anything is called, for a name that is not
+    there, for an option that the callable does not have, for one that it needs, and for a value that is out of range.
     """
     use = Component.of(use)
     if use.name in known:
         named = known[use.name]
-        found = import_component(kind, use.name, named) if isinstance(named, str) else named
+        function = import_component(kind, use.name, named) if isinstance(named, str) else named
     elif use.own:
-        found = import_callable(kind, use.name)
+        function = import_callable(kind, use.name)
     else:
         unknown(kind, use.name, [*known, "pkg.module:name"], hint(use.name, known) if hint else "")
-    check_options(kind, use, found)
-    parameters = inspect.signature(found).parameters
-    for option, value in use.options.items():
-        parameter = parameters.get(option)
-        if parameter is not None and not _fits(value, parameter.annotation):
-            raise ConfigError(f"{use.name}({option}={value!r}): the option is of type "
-                              f"{getattr(parameter.annotation, '__name__', parameter.annotation)}")
-    return partial(found, **use.options) if use.options else found
+    check_options(kind, use, function)
+    check_values(use, function)
+    return partial(function, **use.options) if use.options else function
 
 
 STUDY = {"filelock", "jinja2", "matplotlib", "pandas", "pyarrow", "rich", "scipy"}
@@ -151,31 +141,16 @@ EXTRAS = {**dict.fromkeys(STUDY, "study"), "megatron": "megatron", "trl": "trl",
 
 
 def import_component(kind: str, name: str, path: str) -> Callable[..., Any]:
-    """A component of the package, `moe_rl.module:name`. Raises ConfigError where its module, or a package that it
-    needs, is not installed."""
+    """A component of the package, `moe_rl.module:name`. Raises ConfigError where a package that it needs is not
+    installed."""
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         missing = error.name or module
-        package, own = missing.partition(".")[0], __package__.partition(".")[0]
-        if package == own:
-            raise ConfigError(f"the {kind} {name!r} needs the folder {'/'.join(missing.split('.')[:2])}, which this "
-                              f"installation of {own} lacks. Install the whole package.") from error
+        package = missing.partition(".")[0]
         how = f": pip install 'moe_rl[{EXTRAS[package]}]'" if package in EXTRAS else ""
         raise ConfigError(f"the {kind} {name!r} needs {missing}, which is not installed{how}") from error
-
-
-def import_optional(path: str) -> Callable[..., Any] | None:
-    """As `import_component`, for what the core can do without; None where this installation lacks its module."""
-    module, _, attribute = path.partition(":")
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # nor the folder it is in
-        return None
-    if found is None or found.origin is None:  # a folder in which nothing but compiled files is left
-        return None
-    return import_component("component", attribute, path)
 
 
 def import_callable(kind: str, name: str) -> Callable[..., Any]:
@@ -185,45 +160,69 @@ def import_callable(kind: str, name: str) -> Callable[..., Any]:
     if str(Path.cwd()) not in sys.path:  # stays there: the module may import its neighbours later
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        function = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists, and one of its own imports fails
-        raise ConfigError(
-            f"{kind} {name!r}: no module {error.name!r} in {Path.cwd()} or among the installed packages. Is its folder "
-            "on PYTHONPATH?"
-        ) from error
-    if not callable(found):
+        raise ConfigError(f"{kind} {name!r}: no module {error.name!r} in {Path.cwd()}, nor on PYTHONPATH") from error
+    if not callable(function):
         public = [n for n, v in vars(sys.modules[module]).items() if callable(v) and not n.startswith("_")]
         unknown(f"{kind} in the module {module}", attribute, public)
-    return found
+    return function
 
 
-def check_options(kind: str, use: Component, found: Callable[..., Any], said: Collection[str] | None = None) -> None:
+def check_options(kind: str, use: Component, function: Callable[..., Any], said: Collection[str] | None = None) -> None:
     """Raise ConfigError for options that the callable does not take by keyword alone, or lacks; of a class, whose
     parameters are all options, for others than these without those `said` already."""
-    parameters = inspect.signature(found).parameters.values()
+    parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    options = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY
-               or said is not None and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in said}
+    options = {
+        p.name: p
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY or said is not None and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in said
+    }
     for name in use.options:
         if name not in options:
             unknown(f"option of the {kind} {use.name!r}", name, options)
         if isinstance(use.options[name], float) and math.isnan(use.options[name]):
-            raise ConfigError(f"the {kind} {use.name!r}: {name} must not be NaN")
+            raise ConfigError(f"the {kind} {use.name!r}: {name}=nan is not a number")
     if missing := [n for n, p in options.items() if p.default is p.empty and n not in use.options]:
         raise ConfigError(
             f"the {kind} {use.name!r} needs {', '.join(missing)}: Component({use.name!r}, {missing[0]}=…)"
         )
 
 
-def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is of an option's type, where that is a number, a truth value, a text or None."""
-    names = str(getattr(annotation, "__name__", annotation)).split(" | ")
-    if not {*names} <= SIMPLE.keys():
-        return True
-    return isinstance(value, tuple(SIMPLE[name] for name in names)) and ("bool" in names or not isinstance(value, bool))
+def check_values(use: Component, function: Callable[..., Any]) -> None:
+    """Raise ConfigError for the value of an option that the annotation of the parameter does not allow."""
+    function = inspect.unwrap(getattr(function, "func", function))  # of a partial
+    parameters = inspect.signature(function).parameters
+    for option, value in use.options.items():
+        adapter = _adapter(function, option) if option in parameters and isinstance(function, Hashable) else None
+        try:
+            if adapter is not None:
+                adapter.validate_python(value)
+        except ValidationError as error:
+            reasons = " or ".join(dict.fromkeys(detail["msg"] for detail in error.errors(include_url=False)))
+            raise ConfigError(f"{use.name}({option}={value!r}): {reasons}") from None
+
+
+@functools.cache
+def _adapter(function: Callable[..., Any], option: str) -> Any:
+    """The TypeAdapter that checks the values of an option; None where pydantic cannot check its type."""
+    try:
+        if is_dataclass(function):
+            annotation = get_type_hints(function, include_extras=True)[option]
+        else:
+            annotation = inspect.signature(function).parameters[option].annotation
+        if isinstance(annotation, str):
+            code = inspect.unwrap(vars(function).get("__init__", function) if isinstance(function, type) else function)
+            names = getattr(code, "__globals__", None) or code.__call__.__globals__
+            alone = type("alone", (), {"__annotations__": {option: annotation}})  # others may name what is not there
+            annotation = get_type_hints(alone, names, include_extras=True)[option]
+        return None if annotation is inspect.Parameter.empty else TypeAdapter(annotation, config={"strict": True})
+    except (NameError, AttributeError, TypeError, PydanticUserError):  # of a user's own, e.g. imported for mypy alone
+        return None
 
 
 def needs(*what: str, when: Callable[..., bool] | None = None) -> Callable[[F], F]:
@@ -237,6 +236,21 @@ def needs(*what: str, when: Callable[..., bool] | None = None) -> Callable[[F], 
     return mark
 
 
+@contextmanager
+def on_a_test_token(name: str) -> Iterator[None]:
+    """Raise ConfigError, with file and line, where components that `name` is made of fail in the block."""
+    try:
+        yield
+    except MoeRlError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{name} failed on a test token ({at.filename}:{at.lineno}: {type(error).__name__}: {error}). Check the "
+            "types of its options, what it returns, and that moe_rl.registry.needs names what it reads."
+        ) from error
+
+
 def needs_of(part: Callable[..., Any] | None) -> frozenset[str]:
     """What a part that `lookup` gave was marked with; nothing, where there is none."""
     function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
@@ -244,8 +258,9 @@ def needs_of(part: Callable[..., Any] | None) -> frozenset[str]:
     return getattr(function, "needs", frozenset()) if when is None or when(**options) else frozenset()
 
 
-def checked(check: Callable[..., None]) -> Callable[[F], F]:
-    """Mark a component with what checks a run before compute: `check(run, **options)` raises ConfigError."""
+def checked(check: Callable[..., Any]) -> Callable[[F], F]:
+    """Mark a component with what checks a run before compute: `check(run, **options)` raises ConfigError; what it
+    returns is of its kind."""
 
     def mark(function: F) -> F:
         function.check = check  # type: ignore[attr-defined]  # they take any attribute
@@ -254,11 +269,11 @@ def checked(check: Callable[..., None]) -> Callable[[F], F]:
     return mark
 
 
-def check_component(part: Callable[..., Any], run: Any) -> None:
-    """Have a component that `lookup` gave check the run, where it brings a check."""
+def check_component(part: Callable[..., Any], run: Any) -> Any:
+    """Have a component that `lookup` gave check the run, where it brings a check; what that returns."""
     function, options = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
-    if (check := getattr(function, "check", None)) is not None:
-        check(run, **options)
+    check = getattr(function, "check", None)
+    return check and check(run, **options)
 
 
 def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> NoReturn:

@@ -15,8 +15,8 @@ decide a response are therefore rows prompt_len-1 … len-2, and the last token 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Int32, Integer
@@ -26,19 +26,28 @@ from moe_rl.errors import ConfigError
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 
+Stage = TypeVar("Stage", bound="Rollouts")
+
 
 @dataclass(frozen=True)
 class Prompt:
     """One question. Example: `Prompt(text="372=", answer="302", entry={"digits": [3, 7, 2]})`."""
 
     text: str
-    """What the model is asked, before any chat template."""
+    """The question, before any chat template."""
     answer: str | None = None
     """A reference completion, which the cold start imitates; None where the task knows none."""
     entry: Mapping[str, Any] = field(default_factory=dict)
     """The dataset's own record, for its own scorer."""
     tokens: tuple[int, ...] = ()
     """Token ids of the prompt as the model reads it; empty until a tokenizer has encoded it."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not isinstance(self.answer, str | None):
+            raise ConfigError(
+                f"Prompt(text={self.text!r:.80}, answer={self.answer!r:.80}): both must be text, and an "
+                "answer may be None"
+            )
 
 
 @dataclass(frozen=True)
@@ -112,11 +121,13 @@ class KeptTokens:
 
     def each(self, sizes: Sequence[int]) -> list[KeptTokens]:
         """The first so many tokens of every row."""
-        return [KeptTokens(ids, row[:size]) for ids, row, size in
-                zip(self.ids.split(self.counts.sum(1).tolist()), self.counts, sizes, strict=True)]  # fmt: skip
+        return [
+            KeptTokens(ids, row[:size])
+            for ids, row, size in zip(self.ids.split(self.counts.sum(1).tolist()), self.counts, sizes, strict=True)
+        ]
 
     def rows(self, index: Tensor | slice, time: int) -> KeptTokens:
-        """The given rows, to go with `Batch.rows`: columns that it leaves out, or that are not here, keep no ids."""
+        """The given rows, to go with `Rollouts.rows`: columns that it leaves out, or that are not here, keep no ids."""
         of_rows = self.ids.split(self.counts.sum(1).tolist())
         chosen = torch.arange(len(self.counts))[index].tolist()
         counts = self.counts[index][:, :time]
@@ -175,10 +186,9 @@ class Rollout:
         return sum(turn.end - turn.start for turn in self.turns) if self.turns else len(self.tokens)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The rollouts of one step, right-padded, or some of their rows, and all that travels with them. `collate` builds
-    it; the trainer adds the fields that are None at first."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Rollouts:
+    """The rewarded rollouts of one step, right-padded, or some of their rows. `rollouts.batches.collate` builds it."""
 
     tokens: Integer[Tensor, "batch time"]
     attention_mask: Bool[Tensor, "batch time"]
@@ -190,43 +200,16 @@ class Batch:
     rollout_logprobs: Float[Tensor, "batch time"]
     """The engine's log-probabilities; 0 outside the response."""
     rewards: Float[Tensor, " batch"]
-    advantages: Float[Tensor, "batch time"]
-    """0 outside the response."""
     finished: Bool[Tensor, " batch"]
     turn: Int[Tensor, "batch time"] | None = None
-    """Of a conversation's own tokens, the number of their turn, from 1; 0 elsewhere. None where there is one each."""
+    """In a conversation, the number of an own token's turn, from 1; 0 elsewhere. None where each response is one turn.
+    """
     turn_rewards: Float[Tensor, "batch time"] | None = None
-    """What each turn earned, at its last token; 0 elsewhere. A row of it adds up to the row of `rewards`."""
+    """The reward of each turn, at its last token; 0 elsewhere. A row adds up to the row of `rewards`."""
     rollout_routes: RoutingTrace | None = None
+    """Routing that the engine reported."""
     sampled_at: Int[Tensor, "batch time"] | None = None
     """The step after which the weights were those that drew each response token; 0 outside the response."""
-    lag: Int[Tensor, "batch time"] | None = None
-    """Steps between those weights and the ones that the step began with; without meaning outside the response."""
-    old_logprobs: Float[Tensor, "batch time"] | None = None
-    """log π_old, the denominator of the ratio."""
-    routes: RoutingTrace | None = None
-    """What an update replays; None is live routing."""
-    ratio_routes: RoutingTrace | None = None
-    """Routes of the ratio, where the arm has them apart from those of the gradient; None is live routing."""
-    ratio_logprobs: Float[Tensor, "batch time"] | None = None
-    """log π_θ under the ratio's own routes, right before the update, where the arm has them apart."""
-    ref_logprobs: Float[Tensor, "batch time"] | None = None
-    """Log-probabilities under the reference policy and `routes`, when the objective compares with it."""
-    values: Float[Tensor, "batch time"] | None = None
-    """The critic's V_old: at a response token that of the state before it, which its prefix is, so predicted at the
-    position that produced the token; 0 outside the response."""
-    returns: Float[Tensor, "batch time"] | None = None
-    """What the critic shall predict: the raw advantage + V_old; 0 outside the response."""
-    old_scores: RouterScores | None = None
-    """Of the routers of π_old, when the objective compares routers; rows are those of a trace."""
-    loss_mask: Bool[Tensor, "batch time"] | None = None
-    """The response tokens that the loss is about; None: all of them."""
-    weights: Float[Tensor, "batch time"] | None = None
-    """The aggregation over the whole mini-batch, float64; 0 outside of it."""
-    trust: Float[Tensor, "batch time"] | None = None
-    """The product of the arm's corrections, computed over the whole mini-batch."""
-    marks: Float[Tensor, "batch time"] | None = None
-    """What the loss found out about the whole mini-batch under π_θ, right before the update, where it needs that."""
     kept: KeptTokens | None = None
     """What truncated sampling kept: every log-prob and entropy is then over these tokens alone."""
 
@@ -234,21 +217,67 @@ class Batch:
         return self.tokens.shape[0]
 
     def __repr__(self) -> str:
-        optional = [f.name for f in fields(self) if f.default is None and getattr(self, f.name) is not None]
-        return (f"Batch({len(self)} × {self.tokens.shape[1]} tokens, {len(self.prompt_index.unique())} prompts, "
-                f"{int(self.response_mask.sum())} response tokens, mean reward {float(self.rewards.float().mean()):.3g}"
-                f"{'; ' * bool(optional)}{', '.join(optional)})")
+        return (
+            f"{type(self).__name__}({len(self)} × {self.tokens.shape[1]} tokens, {len(self.prompt_index.unique())} "
+            f"prompts, {int(self.response_mask.sum())} response tokens)"
+        )
 
-    def rows(self, index: Int[Tensor, " rows"] | slice) -> Batch:
+    def rows(self: Stage, index: Int[Tensor, " rows"] | slice) -> Stage:
         """The given rows, without the columns that are padding in all of them."""
         mask = self.attention_mask[index]
         time = int(mask.sum(1).max()) if mask.shape[0] else 0
-        return Batch(**{f.name: rows_of(getattr(self, f.name), index, time) for f in fields(self)})
+        return type(self)(**{name: rows_of(value, index, time) for name, value in vars(self).items()})
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        here: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**here | {name: value.to(device) for name, value in here.items() if value is not None})
+    def to(self: Stage, device: torch.device | str) -> Stage:
+        """The same on another device."""
+        moved: dict[str, Any] = {name: x if x is None else x.to(device) for name, x in vars(self).items()}
+        return type(self)(**moved)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ScoredRollouts(Rollouts):
+    """Rollouts with the log-probs of π_old, and the routing to replay. `trainer.attach_old_policy` builds it."""
+
+    old_logprobs: Float[Tensor, "batch time"]
+    """log π_old, the denominator of the ratio."""
+    lag: Int[Tensor, "batch time"] | None = None
+    """Steps between the weights that drew a response token and those that begin the step; None where unknown."""
+    routes: RoutingTrace | None = None
+    """Routing that an update replays; None is unconstrained routing."""
+    ratio_routes: RoutingTrace | None = None
+    """Routing of the ratio, where it is not that of the gradient; None is unconstrained routing."""
+    ref_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_ref under `routes`; None where the arm has no reference."""
+    old_scores: RouterScores | None = None
+    """Scores of π_old's routers, where the objective compares with them; rows are those of a trace."""
+    values: Float[Tensor, "batch time"] | None = None
+    """The critic's V_old at a response token: the value of the prefix before it; 0 outside the response."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Batch(ScoredRollouts):
+    """What a step trains on. `Advantage.attach_advantages` builds it."""
+
+    advantages: Float[Tensor, "batch time"]
+    """0 outside the response."""
+    returns: Float[Tensor, "batch time"] | None = None
+    """The critic's target: the raw advantage + V_old; 0 outside the response."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MiniBatch(Batch):
+    """The rows of one update, or some of them, with what spans all. `Objective.attach_weights` builds it."""
+
+    mask: Bool[Tensor, "batch time"]
+    """The response tokens of the loss: those that no filter removes."""
+    weights: Float[Tensor, "batch time"]
+    """The aggregation over the mini-batch, float64; 0 outside `mask`."""
+    trust: Float[Tensor, "batch time"] | None = None
+    """The product of the arm's corrections over the mini-batch; None where the arm has none."""
+    ratio_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π_θ of the ratio before the update, where the ratio has routing or noise of its own."""
+    marks: Float[Tensor, "batch time"] | None = None
+    """Statistics of the mini-batch under π_θ before the update, for a loss that needs them."""
 
 
 def rows_of(value: Tensor | KeptTokens | RoutingTrace | RouterScores | None, index: Tensor | slice, time: int) -> Any:
@@ -274,13 +303,13 @@ class Scored:
     """Gates, margins and router log-probabilities, on request."""
 
     def rows(self, index: Int[Tensor, " rows"] | slice, time: int) -> Scored:
-        """The given rows and the first `time` columns, to go with `Batch.rows`; without router scores."""
-        kept = (self.logprobs, self.entropy, self.routes, self.preferred)
-        return Scored(*(rows_of(value, index, time) for value in kept))
+        """The given rows and the first `time` columns, to go with `Rollouts.rows`; without router scores."""
+        fields = (self.logprobs, self.entropy, self.routes, self.preferred)
+        return Scored(*(rows_of(value, index, time) for value in fields))
 
 
-RouteSource = Callable[[Batch, Scored], RoutingTrace | None]
-"""Which routes an update replays, of a batch and its natural scoring; None is live routing. See `routing.sources`."""
+RouteSource = Callable[[Rollouts, Scored], RoutingTrace | None]
+"""The routing that an update replays, from rollouts and their unconstrained scoring. See `routing.sources`."""
 
 
 @dataclass(frozen=True)
@@ -304,8 +333,10 @@ class Updated:
 def boolean(mask: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
     """The mask. Raises TypeError for one of 0 and 1: as an index it would name rows."""
     if mask.dtype != torch.bool:
-        raise TypeError(f"the mask is of {str(mask.dtype).removeprefix('torch.')}; give it as bool, mask.bool(): an "
-                        "index of 0 and 1 would take rows 0 and 1, again and again")
+        raise TypeError(
+            f"the mask is of {str(mask.dtype).removeprefix('torch.')}; give it as bool, mask.bool(): an "
+            "index of 0 and 1 would take rows 0 and 1, again and again"
+        )
     return mask
 
 
@@ -318,18 +349,20 @@ def require_mask(mask: Tensor, name: str = "the mask") -> None:
 def require_logprobs(logprobs: Tensor, mask: Tensor, name: str) -> None:
     """Raise ConfigError where nine of ten numbers of eight response tokens or more are above 0: probabilities, or
     log-probs with the sign turned, whose ratios would be wrong without a word. Rounding alone makes few."""
-    found = logprobs.detach()[mask]
-    if found.numel() >= 8 and int((found > 1e-4).sum()) > 0.9 * found.numel():
-        raise ConfigError(f"{name} are above 0 at {int((found > 0).sum())} of {found.numel()} response tokens, so they "
-                          "are no log-probabilities. Give log p: not p, and not −log p.")
+    values = logprobs.detach()[mask]
+    if values.numel() >= 8 and int((values > 1e-4).sum()) > 0.9 * values.numel():
+        raise ConfigError(
+            f"{name} are above 0 at {int((values > 0).sum())} of {values.numel()} response tokens, so they "
+            "are no log-probabilities. Give log p: not p, and not −log p."
+        )
 
 
-def response_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
+def response_rows(batch: Rollouts) -> Bool[Tensor, "batch time"]:
     """The rows of a trace that decide a response: inputs whose *next* token is one of the policy's own."""
     return nn.functional.pad(batch.response_mask[:, 1:], (0, 1))
 
 
-def prompt_rows(batch: Batch) -> Bool[Tensor, "batch time"]:
+def prompt_rows(batch: Rollouts) -> Bool[Tensor, "batch time"]:
     """The rows of a trace whose next token belongs to the prompt: what comes before the first response token. What an
     environment writes later is neither prompt nor response."""
     prompt = batch.attention_mask & (batch.response_mask.cumsum(1) == 0)

@@ -1,6 +1,6 @@
 """The whole algorithm in one file: GRPO, GRPO with Routing Replay, or GSPO on a tiny Mixture-of-Experts model.
 
-    python notebooks/the_loop.py grpo|replay|gspo [steps]        seconds on a laptop CPU
+    python notebooks/the_loop.py grpo|replay|gspo_short [steps]  seconds on a laptop CPU
 
 No study, no folders, nothing kept: what is left are the verbs of the package in the order in which they are called.
 `moe_rl.trainer.train`, the loop of every study, calls them in the same order. With the settings and the seed below it
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import replace
 
 import torch
 
@@ -29,7 +28,7 @@ from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sources import SOURCES
 from moe_rl.seeds import NOISE, PROMPTS, SPLIT, derive
 from moe_rl.tasks.base import draw, held_out
-from moe_rl.types import Prompt, Sampling, response_rows
+from moe_rl.types import Prompt, Sampling, ScoredRollouts, response_rows
 
 # ---------------------------------------------------------------------- the three methods, as data
 METHODS = {
@@ -38,7 +37,7 @@ METHODS = {
     # the same loss, but every forward of the updates uses the experts that π_old used for the same token
     "replay": Arm(name="replay", loss="grpo", routes="old_policy"),
     # one ratio per response, the geometric mean of its tokens', clipped as a whole; its range is for short responses
-    "gspo": Arm(name="gspo", loss=Component("gspo", clip_low=0.01, clip_high=0.013)),
+    "gspo_short": Arm(name="gspo_short", loss=Component("gspo", clip_low=0.01, clip_high=0.013)),
 }
 
 # ---------------------------------------------------------------------- settings
@@ -79,19 +78,21 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         rollouts = engine.generate(prompts, GROUP_SIZE, key=(seed, NOISE, step), sampling=SAMPLING)
         rewards = [task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
 
-        # One right-padded batch; the advantage of a response is how much better than its group it is.
+        # One right-padded batch.
         groups = [i for i in range(len(prompts)) for _ in range(GROUP_SIZE)]
-        batch = collate(rollouts, groups, rewards, loaded.tokenizer.pad_token_id)
-        batch = replace(batch, advantages=advantage(batch))
+        sampled = collate(rollouts, groups, rewards, loaded.tokenizer.pad_token_id)
 
         # π_old: the policy's own scoring of what was sampled, before any update, and the experts every token used.
-        natural = policy.score(batch)
+        natural = policy.score(sampled)
 
         # Routing Replay is this line: the routes that all updates of the step will use, or None for live routing. Both
         # sides of a ratio use the same ones. Those of π_old are what `natural` was scored under; for any others,
         # such as a placebo's, the denominator would be policy.score(batch, routes).logprobs.
-        routes = SOURCES[arm.routes.name](batch, natural)
-        batch = replace(batch, old_logprobs=natural.logprobs, routes=routes)
+        routes = SOURCES[arm.routes.name](sampled, natural)
+        scored = ScoredRollouts(**vars(sampled), old_logprobs=natural.logprobs, routes=routes)
+
+        # The advantage of a response is how much better than its group it is.
+        batch = advantage.attach_advantages(scored)
 
         # Updates. The first mini-batch is on-policy (every ratio is 1); the others have moved away by then, and so have
         # their routes: this is what the three methods treat differently.

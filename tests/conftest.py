@@ -1,7 +1,7 @@
 """Tiny models of real families, shared by the tests.
 
 Every annotated shape in `moe_rl` is checked at every call. One thread, torch's and BLAS': two on two busy cores stall
-each other, and a fit of `studies/early_warning.py` takes six times the CPU seconds.
+each other.
 """
 
 from __future__ import annotations
@@ -28,25 +28,48 @@ torch.set_num_threads(1)
 CPU_KERNELS = hasattr(torch.nn.functional, "grouped_mm") and Version(version("transformers")) >= Version("5.7")
 """Whether models on a CPU can compute with the library's own operators."""
 SMALL = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v3": {
-        "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
-        "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": None, "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16},
     "glm4_moe": {
-        "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
     },
-}  # fmt: skip
+}
 
 
 def python_block(page: str, part: str) -> str:
@@ -123,5 +146,6 @@ def tokens():
 def pretend_installed(monkeypatch, package: str) -> None:
     """As if a package were installed."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: object() if name == package
-                        else find(name, *more))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: object() if name == package else find(name, *more)
+    )

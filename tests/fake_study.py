@@ -21,6 +21,7 @@ from moe_rl.storage.folder import Row, RunFolder
 from moe_rl.study import Study
 
 if sys.argv[1:2] == ["work"]:
+
     class NoPandas:
         """pyarrow imports pandas where it is found: half the seconds of a worker, which has no use for it."""
 
@@ -46,32 +47,58 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
     learnt = 0.36 + gain * (1 - np.exp(-3 * progress)) + 0.03 * np.sin(config.seed + 6 * progress)
     clip = (2e-3, 1e-3, 0.12)[arm % 3]
     row = {
-        "step": step, "reward": float(np.clip(learnt + rng.normal(0, 0.03), 0, 1)), "entropy": 0.4 * np.exp(-progress),
-        "zero_variance_groups": 0.1, "clip_tokens": float(clip * rng.lognormal(0, 0.3)),
-        "clip_sequences": float(clip * rng.lognormal(0, 0.3)), "token_log_ratio_var": 0.004 * rng.lognormal(0, 0.2),
-        "expert_change_rate": float(0.06 + 0.05 * progress + rng.normal(0, 0.004)), "replay_gap_std": 0.03,
-        "any_change_rate": float(0.1 + 0.08 * progress), "engine_any_change_rate": float(0.02 * rng.lognormal(0, 0.1)),
-        "engine_kl_k3": float(2e-3 * rng.lognormal(0, 0.3)), "seconds_step": time.perf_counter() % 1,
-        "memory_peak_mb": 500.0, "response_tokens": 13.0, "truncated": 0.0, "exact": learnt,
-        "grad_norm": float(np.abs(weights).mean()), "grad_clipped": 0.5,
+        "step": step,
+        "reward": float(np.clip(learnt + rng.normal(0, 0.03), 0, 1)),
+        "entropy": 0.4 * np.exp(-progress),
+        "zero_variance_groups": 0.1,
+        "clip_tokens": float(clip * rng.lognormal(0, 0.3)),
+        "clip_sequences": float(clip * rng.lognormal(0, 0.3)),
+        "token_log_ratio_var": 0.004 * rng.lognormal(0, 0.2),
+        "expert_change_rate": float(0.06 + 0.05 * progress + rng.normal(0, 0.004)),
+        "replay_gap_std": 0.03,
+        "any_change_rate": float(0.1 + 0.08 * progress),
+        "engine_any_change_rate": float(0.02 * rng.lognormal(0, 0.1)),
+        "engine_kl_k3": float(2e-3 * rng.lognormal(0, 0.3)),
+        "seconds_step": time.perf_counter() % 1,
+        "memory_peak_mb": 500.0,
+        "response_tokens": 13.0,
+        "truncated": 0.0,
+        "exact": learnt,
+        "grad_norm": float(np.abs(weights).mean()),
+        "grad_clipped": 0.5,
     }
     if step % 10 == 0 or step == 1:
         for measure, scale in (("kl_k3", 2e-3), ("beyond_2", 1e-3)):
-            row |= {f"engine_{measure}_natural": scale * rng.lognormal(0, 0.3), f"noise_floor_{measure}": 0.0,
-                    f"engine_{measure}_replayed": scale / 20 * rng.lognormal(0, 0.3)}
-        row |= {"eval_exact_greedy": float(np.clip(learnt + 0.06 + rng.normal(0, 0.01), 0, 1)),
-                "eval_exact_sampled": float(np.clip(learnt + rng.normal(0, 0.01), 0, 1))}
+            row |= {
+                f"engine_{measure}_natural": scale * rng.lognormal(0, 0.3),
+                f"noise_floor_{measure}": 0.0,
+                f"engine_{measure}_replayed": scale / 20 * rng.lognormal(0, 0.3),
+            }
+        row |= {
+            "eval_exact_greedy": float(np.clip(learnt + 0.06 + rng.normal(0, 0.01), 0, 1)),
+            "eval_exact_sampled": float(np.clip(learnt + rng.normal(0, 0.01), 0, 1)),
+        }
     updates = []
     for update in range(1, config.mini_batches + 1):
         d2 = (update - 1) * (8 if arm == 1 else 10) * rng.lognormal(0, 0.2)
         r2 = (0.45 + 0.05 * config.seed) * d2
-        updates.append({
-            "step": step, "update": update, "loss": rng.normal(), "clip_tokens": float(clip * (update - 1) / 4),
-            "token_log_ratio_var": d2 / 2000,
-            "lr": 2e-4, "attribution_n": 2000, "attribution_sum_d": 0.1, "attribution_sum_r": 0.1,
-            "attribution_sum_dd": d2, "attribution_sum_rr": r2,
-            "attribution_sum_jj": d2 - r2 + 0.1 * d2, "attribution_sum_rj": -0.05 * d2,
-        })
+        updates.append(
+            {
+                "step": step,
+                "update": update,
+                "loss": rng.normal(),
+                "clip_tokens": float(clip * (update - 1) / 4),
+                "token_log_ratio_var": d2 / 2000,
+                "lr": 2e-4,
+                "attribution_n": 2000,
+                "attribution_sum_d": 0.1,
+                "attribution_sum_r": 0.1,
+                "attribution_sum_dd": d2,
+                "attribution_sum_rr": r2,
+                "attribution_sum_jj": d2 - r2 + 0.1 * d2,
+                "attribution_sum_rj": -0.05 * d2,
+            }
+        )
     layers = [
         {
             "step": step,

@@ -5,13 +5,13 @@ It has its own memory, is sent signals and is killed, as others are.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,10 +22,26 @@ from moe_rl.study import workers
 class Forked(subprocess.Popen):
     """`python -m moe_rl WORD...`; `preexec_fn` is called in the child, where all is imported."""
 
-    def _execute_child(self, args: list[str], executable: None, preexec_fn: Callable[[], None] | None, close_fds: bool,
-                       pass_fds: tuple, cwd: None, env: dict[str, str], startupinfo: None, creationflags: int,
-                       shell: bool, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int,
-                       errwrite: int, *others: object) -> None:
+    def _execute_child(
+        self,
+        args: list[str],
+        executable: None,
+        preexec_fn: Callable[[], None] | None,
+        close_fds: bool,
+        pass_fds: tuple,
+        cwd: None,
+        env: dict[str, str],
+        startupinfo: None,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        *others: object,
+    ) -> None:
         assert args[0] == sys.executable and args[1:].index("moe_rl") <= 2 and cwd is None, args
         self.pid = os.fork()
         if self.pid == 0:
@@ -54,5 +70,5 @@ class Forked(subprocess.Popen):
 def forking() -> Iterator[None]:
     """Studies fork their workers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+        patch.setattr(workers, "CONTEXT", multiprocessing.get_context("fork"))
         yield

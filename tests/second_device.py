@@ -19,8 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = "meta"
 ATEN = torch.ops.aten
-INDEXING = {ATEN.index.Tensor, ATEN._unsafe_index.Tensor, ATEN.index_put.default, ATEN.index_put_.default,
-            ATEN._index_put_impl_.default}  # fmt: skip
+INDEXING = {
+    ATEN.index.Tensor,
+    ATEN._unsafe_index.Tensor,
+    ATEN.index_put.default,
+    ATEN.index_put_.default,
+    ATEN._index_put_impl_.default,
+}
 CROSSING = {ATEN.copy_.default, ATEN._to_copy.default}
 
 
@@ -49,8 +54,10 @@ def computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     indices = tree_leaves(args[1]) if func in INDEXING and isinstance(args[0], There) else []
     others = [x for x in tensors if not isinstance(x, There) and x.dim() and not any(x is index for index in indices)]
     if there and others and func not in CROSSING:
-        raise RuntimeError(f"{func}: tensors on two devices, {[tuple(x.shape) for x in there]} there and "
-                           f"{[tuple(x.shape) for x in others]} here")
+        raise RuntimeError(
+            f"{func}: tensors on two devices, {[tuple(x.shape) for x in there]} there and "
+            f"{[tuple(x.shape) for x in others]} here"
+        )
     if func is ATEN.copy_.default:
         func(*tree_map_only(There, lambda x: x.here, args), **kwargs)
         return args[0]

@@ -9,7 +9,9 @@ import pytest
 from moe_rl import build as execute
 from moe_rl.config import Arm, ModelConfig, Optimizer
 from moe_rl.errors import ConfigError, RoutingError
+from moe_rl.objectives.methods import arm as spelled_arm
 from moe_rl.registry import Component
+from moe_rl.trainer import warn_void
 from tests.conftest import pretend_installed
 from tests.test_trainer import TINY
 
@@ -19,29 +21,22 @@ def arm(**parts) -> dict:
 
 
 REFUSED = [
-    (arm(loss="gpro"), "no loss is called 'gpro'"),
-    (arm(loss=Component("grpo", clip_low=-1.0)), "must be at least 0"),
-    (arm(aggregate="mean"), "no aggregation is called 'mean'"),
-    (arm(corrections=("truncate",)), "no correction is called 'truncate'"),
+    (arm(loss="gpro"), "gpro"),
+    (arm(loss=Component("grpo", clip_low=-1.0)), "clip_low=-1.0"),
     (arm(corrections=("truncated",), anchor="engine"), "every weight of truncated is 1"),
-    (arm(terms=("kl",)), "the term 'kl' needs coef"),
-    (arm(advantage="groups"), "no advantage is called 'groups'"),
-    (arm(routes="old_polcy"), "no route source is called 'old_polcy': did you mean old_policy"),
-    (arm(ratio_routes="old_polcy"), "no route source is called 'old_polcy': did you mean old_policy"),
-    (arm(ratio_routes="random_share"), "the route source 'random_share' needs share"),
-    ({"task": "runing_sums"}, "no task is called 'runing_sums'"),
-    ({"policy": "megatorn"}, "no policy is called 'megatorn'"),
-    ({"engine": Component("hf", routes="off"), **arm(routes="rollout")}, "records none"),
-    ({"engine": Component("hf", routes="off"), **arm(ratio_routes="rollout")}, "records none"),
-    ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
+    (arm(terms=("kl",)), "needs coef"),
+    (arm(ratio_routes="old_polcy"), "did you mean old_policy"),
+    (arm(ratio_routes="random_share"), "needs share"),
+    ({"task": "runing_sums"}, "runing_sums"),
+    ({"policy": "megatorn"}, "megatorn"),
+    ({"engine": Component("hf", routes="off"), **arm(ratio_routes="rollout")}, "engine.routes='off'"),
     (
         {"engine": Component("hf", routes="off"), **arm(routes=Component("soft", ratio=0.5, base="rollout"))},
-        "records none",
+        "engine.routes='off'",
     ),
-    (arm(loss=Component("rspo", base="grpo", floor=2.0)), r"rspo\(floor=2\)"),
-    (arm(terms=("z_loss",)), "the term 'z_loss' needs coef"),
-    (arm(routes="soft"), "the route source 'soft' needs ratio"),
-    ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "Qwen3MoeTopKRouter.*has no e_score_correction_bias"),
+    ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
+    (arm(loss=Component("rspo", base="grpo", floor=2.0)), "floor=2.0"),
+    ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "Qwen3MoeTopKRouter.*e_score_correction_bias"),
 ]
 
 
@@ -54,19 +49,17 @@ def test_what_cannot_be_carried_out_is_refused_before_anything_is_loaded(changes
             refuse()
 
 
-def test_an_anchor_that_is_none_is_refused_where_the_arm_is_declared():
-    with pytest.raises(ConfigError, match="arm 'a': arm.anchor='enigne': choose policy or engine"):
-        Arm(name="a", anchor="enigne")
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"engine": Component("perturbed", int8=True)}, "copies the model of policy='hf'"),
-    (arm(terms=(Component("z_loss", coef=1e-3),)), "cannot do this: arm 'a' looks at routers"),
-    (arm(routes=Component("soft", ratio=0.5)), "routes=soft, because RouterReplay"),
-    (arm(ratio_routes="recall"), "recall.*, because RouterReplay"),
-    ({"model": ModelConfig(router_dtype="float32")}, "in float32 anyway"),
-    ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "has no e_score_correction_bias"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": Component("perturbed", int8=True)}, "copies the model of policy='hf'"),
+        (arm(terms=(Component("z_loss", coef=1e-3),)), "arm 'a'"),
+        (arm(routes=Component("soft", ratio=0.5)), "routes=soft"),
+        (arm(ratio_routes="recall"), "recall"),
+        ({"model": ModelConfig(router_dtype="float32")}, "in float32 anyway"),
+        ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "has no e_score_correction_bias"),
+    ],
+)
 def test_megatron_refuses_settings_that_it_would_ignore(changes, message, monkeypatch):
     pretend_installed(monkeypatch, "megatron.core")
     with pytest.raises(ConfigError, match=message):
@@ -79,13 +72,16 @@ def test_megatron_that_is_not_installed_is_named_with_its_cure(monkeypatch):
         execute.check(TINY.replace(policy="megatron"))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    (arm(routes=Component("random_share", share=2.0)), "from 0 to 1, not 2"),
-    (arm(ratio_routes=Component("by_layer", share=1.5)), "from 0 to 1, not 1.5"),
-    (arm(routes=Component("false_flips", share=-0.5)), "from 0 to 1, not -0.5"),
-    ({"model": ModelConfig(overrides={"num_experts_per_tok": 99})}, "no router can be .*num_experts=16, top_k=99"),
-    ({"model": ModelConfig(overrides={"num_experts": 1})}, "no router can be .*num_experts=1, top_k=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (arm(routes=Component("random_share", share=2.0)), "share=2.0"),
+        (arm(ratio_routes=Component("by_layer", share=1.5)), "share=1.5"),
+        (arm(routes=Component("false_flips", share=-0.5)), "share=-0.5"),
+        ({"model": ModelConfig(overrides={"num_experts_per_tok": 99})}, "no router can be .*num_experts=16, top_k=99"),
+        ({"model": ModelConfig(overrides={"num_experts": 1})}, "no router can be .*num_experts=1, top_k=2"),
+    ],
+)
 def test_what_fails_in_the_first_step_is_refused_before(changes, message):
     with pytest.raises((ConfigError, RoutingError), match=message):
         execute.check(TINY.replace(**changes))
@@ -93,7 +89,43 @@ def test_what_fails_in_the_first_step_is_refused_before(changes, message):
 
 def test_a_dose_of_none_is_said():
     (said,) = execute.check(TINY.replace(**arm(routes=Component("random_share", share=0.0))))
-    assert said == "random_share(share=0) replays nothing. Use routes=live for a run without replay."
+    assert said.startswith("random_share(share=0.0) replays nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("grpo+rollout", "rollout replays the routes of old_policy"),
+        ("grpo+soft(ratio=0.5,base=rollout)", "replays the routes of old_policy"),
+        ("grpo+ratio_routes=rollout", "replays the routes of old_policy"),
+        ("tis", "every weight of truncated(cap=2.0) is 1"),
+        ("grpo+filters=rejected(high=2.0)", "every weight of rejected(high=2.0) is 1"),
+        ("grpo+anchor=engine", "anchor='engine' is anchor='policy'"),
+        ("grpo+kl(coef=0)", "kl(coef=0) does nothing"),
+        ("grpo+by_layer(first=2)", "by_layer(first=2) is old_policy"),
+        ("grpo+by_margin(below=0)", "by_margin(below=0) replays nothing"),
+        ("grpo+soft(ratio=1.0)", "soft(ratio=1.0) replays nothing"),
+        ("grpo+soft(ratio=0.0)", "soft(ratio=0.0) is old_policy"),
+    ],
+)
+def test_a_part_of_an_arm_that_does_nothing_is_said(text, words):
+    run = TINY.replace(arm=spelled_arm(text))
+    (said,) = warn_void(run)
+    assert words in said
+    if "own weights and numerics" in said:
+        for change in (
+            {"batches": Component("lagged", lag=2)},
+            {"model.dtype": "bfloat16"},
+            {"engine": Component("perturbed", dtype="bfloat16")},
+        ):
+            assert warn_void(run.replace(**change)) == [], "there it may do something"
+
+
+@pytest.mark.parametrize("routes", ["shuffled", "by_layer(last=2)", "old_policy"])
+def test_routers_are_not_moved_where_all_routes_are_replayed(routes):
+    noise = {"router_noise.scale": 1.0, "router_noise.target": "choice"}
+    assert "replays all routes" in warn_void(TINY.replace(arm=spelled_arm(f"grpo+{routes}"), **noise))[-1]
+    assert not warn_void(TINY.replace(arm=spelled_arm("grpo+by_layer(last=1)"), **noise))
 
 
 def test_a_checkpoint_beyond_the_last_step_is_said():

@@ -18,7 +18,7 @@ from moe_rl.rollouts import hf
 from moe_rl.rollouts.batches import Queue
 from moe_rl.rollouts.engine import sampling_of
 from moe_rl.storage import frames
-from moe_rl.trainer import attach_old_policy, roll_out
+from moe_rl.trainer import attach_advantages, attach_old_policy, sample
 from moe_rl.types import prompt_rows, response_rows
 from tests.storage.test_kill import forked
 from tests.talking_task import Talking
@@ -26,12 +26,20 @@ from tests.test_trainer import TINY, carry_out, weights
 
 SHORT = {"stop": ("A", "B", "C", "D", "E", "0", "1", "2", "3", "4", " ", "\n"), "max_new_tokens": 24}
 """An untrained model says one of these soon, so that a turn is short."""
-TOKEN = Arm(name="token", loss=Component("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
-            routes="old_policy")
+TOKEN = Arm(
+    name="token", loss=Component("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn", routes="old_policy"
+)
 CALLS: list[int] = []
 """Of the environment, after every step of the whole run."""
-TALK = TINY.replace(task="tests.talking_task:Talking", arm=TOKEN, steps=3, eval_every=3, save_every=2, **SHORT,
-                    measure=Measure(responses=8, detail_every=3))
+TALK = TINY.replace(
+    task="tests.talking_task:Talking",
+    arm=TOKEN,
+    steps=3,
+    eval_every=3,
+    save_every=2,
+    **SHORT,
+    measure=Measure(responses=8, detail_every=3),
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +51,11 @@ def whole(tmp_path_factory):
 def test_a_task_of_one_turn_is_the_environment_that_never_answers(tmp_path):
     """Bit for bit, with the advantage per turn, too, which is then that of the group."""
     same = TINY.replace(steps=1, eval_every=1)
-    for name, run in {"task": same, "environment": same.replace(task="tests.talking_task:OneTurn"),
-                      "by_turn": same.replace(arm=Arm(name="grpo", advantage="by_turn"))}.items():
+    for name, run in {
+        "task": same,
+        "environment": same.replace(task="tests.talking_task:OneTurn"),
+        "by_turn": same.replace(arm=Arm(name="grpo", advantage="by_turn")),
+    }.items():
         carry_out(run, tmp_path / name)
     for other in ("environment", "by_turn"):
         a, b = (frames.read_table(tmp_path / name, "updates") for name in ("task", other))
@@ -52,9 +63,16 @@ def test_a_task_of_one_turn_is_the_environment_that_never_answers(tmp_path):
         assert weights(tmp_path / "task")[1] == weights(tmp_path / other)[1]
 
 
-def test_what_an_environment_says_is_neither_prompt_nor_response(tmp_path):
+def sampled(tmp_path):
+    """A first batch of conversations, and what they were built with."""
     parts = build(TALK, tmp_path, tmp_path)
-    batch = roll_out(TALK, parts, 1)
+    rollouts = sample(parts, 1)
+    scored = attach_old_policy(TALK, parts, 1, rollouts, parts.policy.score(rollouts))
+    return parts, attach_advantages(parts, 1, scored)
+
+
+def test_what_an_environment_says_is_neither_prompt_nor_response(tmp_path):
+    parts, batch = sampled(tmp_path)
     said = batch.attention_mask & ~batch.response_mask & (batch.response_mask.cumsum(1) > 0)
     assert int(said.sum()) > 20 and int(batch.turn.max()) == 3
     assert torch.equal(batch.turn > 0, batch.response_mask) and not batch.advantages[said].any()
@@ -69,14 +87,14 @@ def test_what_an_environment_says_is_neither_prompt_nor_response(tmp_path):
     gap = (natural.logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()
     assert gap < 1e-5, "sampled from the cache what one pass over the whole says, up to rounding"
     assert natural.routes.experts[batch.rollout_routes.known].equal(
-        batch.rollout_routes.experts[batch.rollout_routes.known])
+        batch.rollout_routes.experts[batch.rollout_routes.known]
+    )
     assert not natural.logprobs[said].any() and not natural.entropy[said].any()
 
 
 def test_other_words_of_the_environment_with_the_same_log_probs_train_the_same(tmp_path):
     """Loss, ratio and gradient with respect to log-probs see own tokens alone."""
-    parts = build(TALK, tmp_path, tmp_path)
-    batch = attach_old_policy(TALK, parts, batch := roll_out(TALK, parts, 1), parts.policy.score(batch))
+    parts, batch = sampled(tmp_path)
     part, own = parts.objective.attach_weights(batch), batch.response_mask
     moved = torch.linspace(-0.01, 0.01, own.numel()).view(own.shape)
 
@@ -115,17 +133,23 @@ def test_a_run_whose_environment_raises_names_the_prompt_and_goes_on_when_it_is_
     assert weights(tmp_path / "cut")[1] == weights(whole[0])[1]
 
 
-WAITS = TALK.replace(batches="lagged(lag=2)", steps=3, prompts_per_step=2, mini_batches=2, eval_every=4, eval_prompts=2,
-                     measure=Measure(responses=2, detail_every=100))
+WAITS = TALK.replace(
+    batches="lagged(lag=2)",
+    steps=3,
+    prompts_per_step=2,
+    mini_batches=2,
+    eval_every=4,
+    eval_prompts=2,
+    measure=Measure(responses=2, detail_every=100),
+)
 KILLED = {
-    "conversations": WAITS.replace(batches="fresh"),
-    "conversations that wait": WAITS,
     "conversations that wait at random": WAITS.replace(
-        batches="lagged(lag=2, mode=random)", seed=8,
-        arm=TOKEN.replace(routes="rollout")),
-    "parts of responses": WAITS.replace(batches="lagged(lag=2, partial_tokens=2)", task=TINY.task, stop=(),
-                                        max_new_tokens=6),
-}  # fmt: skip
+        batches="lagged(lag=2, mode=random)", seed=8, arm=TOKEN.replace(routes="rollout")
+    ),
+    "parts of responses": WAITS.replace(
+        batches="lagged(lag=2, partial_tokens=2)", task=TINY.task, stop=(), max_new_tokens=6
+    ),
+}
 """Seed 8 draws, at random, batch 5 in step 3, and batches 3 and 4 before."""
 
 
@@ -173,8 +197,9 @@ def test_conversations_that_wait_are_not_drawn_on(tmp_path):
 
 def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
     parts = build(TALK, tmp_path, tmp_path)
-    found = evaluate(parts.collector.engine, parts.collector.task, parts.collector.held_out, sampling_of(TALK),
-                     key=(0, 0, 0))
+    found = evaluate(
+        parts.collector.engine, parts.collector.task, parts.collector.held_out, sampling_of(TALK), key=(0, 0, 0)
+    )
     said = [(row["response_tokens"], sum(t.end - t.start for t in r.turns), len(r.tokens)) for row, r in found]
     assert all(counted == own for counted, own, _ in said) and any(own < whole for _, own, whole in said)
 

@@ -13,15 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from moe_rl import cli
-from moe_rl.config import Arm, Pretraining, RunConfig, parse_settings
+from moe_rl.config import Arm, RunConfig, parse_settings
 from moe_rl.study.declaration import load_study_file
 from tests.conftest import build, perturb, python_block
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "tests" / "benchmarks" / "README.md",
-         *(page for folder in ("docs", "studies") for page in sorted((ROOT / folder).rglob("*.md")))]  # fmt: skip
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "tests" / "benchmarks" / "README.md",
+    *(page for folder in ("docs", "studies") for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 YOURS = {"my_study.py", "mine.py", "progress.json"}
 
@@ -49,28 +53,24 @@ def test_files_and_modules_that_a_page_names_exist(page):
         assert (page.parent / link).exists(), link
     for name in set(re.findall(r"\bmoe_rl(?:\.\w+)+", text)):
         parts = name.split(".")
-        file = next(f for n in range(len(parts), 0, -1) for f in [ROOT.joinpath(*parts[:n])]
-                    if f.is_dir() or f.with_suffix(".py").exists())  # fmt: skip
+        file = next(
+            f
+            for n in range(len(parts), 0, -1)
+            for f in [ROOT.joinpath(*parts[:n])]
+            if f.is_dir() or f.with_suffix(".py").exists()
+        )
         source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
         rest = parts[len(file.relative_to(ROOT).parts) :]
         assert not rest or re.search(rf"\b{rest[0]}\b", source), name
 
 
-def test_pages_that_help_and_errors_name_exist():
-    sources = [path.read_text() for path in (ROOT / "moe_rl").rglob("*") if path.suffix in (".py", ".toml", ".html")]
-    named = {page for text in sources for page in re.findall(r"\bdocs/\w+\.md\b", text)}
-    assert len(named) > 8 and all((ROOT / page).exists() for page in named), named
-
-
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_are_understood_with_their_settings(words, monkeypatch):
     monkeypatch.chdir(ROOT)
-    options = cli.parsed(words)
+    options = cli.parser_of(words).parse_args(words)
     settings = [text for text in getattr(options, "settings", []) if not text.startswith(("launcher.", "verl."))]
     known = bool(settings) and "study" in options and Path(options.study).exists()
     base = load_study_file(options.study).base if known else RunConfig(arm=Arm(name="any"), max_new_tokens=256)
-    if words[:2] == ["checkpoint", "pretrain"]:
-        base = Pretraining()
     assert len(parse_settings(base, settings)) == len(settings)
 
 
@@ -83,32 +83,20 @@ def test_the_arms_of_the_readme_are_read():
     assert all(objective_of(arm(text)) and advantage_of(arm(text)) for text in found) and len(found) > 10
 
 
-def test_the_arms_of_the_concepts_can_be_made():
-    from moe_rl.objectives import advantage_of, objective_of
-    from moe_rl.registry import Component
-
-    page = (DOCS / "concepts.md").read_text()
-    table = re.search(r"^\| arm \| settings \|\n\|.*\n((?:\|.*\n)+)", page, re.MULTILINE).group(1)
-    found = [code for row in table.splitlines() for code in re.findall(r"`(\w+=[^`]*)`", row)]
-    for code in found:
-        arm = eval(f"Arm(name='any', {code})", {"Arm": Arm, "Component": Component})
-        assert objective_of(arm) and advantage_of(arm)
-    assert len(found) > 10
-
-
-def test_the_first_example_of_the_readme_records_and_replays(tokens, capsys):
-    model = build("qwen3_moe")
-    names = {"model": model, "input_ids": tokens, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
-    names["loss"] = lambda logits: logits.log_softmax(-1)[..., 0].mean()
-    names["loss"](model(tokens).logits).backward()
-    exec(python_block(README.read_text(), "replay_routing"), names)
+def test_the_first_example_of_the_readme_records_and_replays(monkeypatch, capsys):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: build("olmoe", vocab_size=1000))
+    exec(python_block(README.read_text(), "replay_routing").replace("lr=1e-5", "lr=1e-2"), {})
     assert 0 < float(capsys.readouterr().out) < 1, "routing has changed"
 
 
 def test_the_monitor_of_the_readme_prints_a_row(tokens, capsys):
     model = build("qwen3_moe")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    names = {"model": model, "optimizer": optimizer, "probe": {"input_ids": tokens}}
+    names = {
+        "model": model,
+        "optimizer": optimizer,
+        "probe": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
+    }
     names["train_one_step"] = lambda: model(tokens).logits.log_softmax(-1)[..., 0].mean().backward()
     exec(python_block(README.read_text(), "moe_rl.monitor"), names)
     assert "'expert_change_rate': " in capsys.readouterr().out
@@ -123,27 +111,35 @@ def test_the_first_steps_record_a_change_and_replay_all_of_it(capsys):
 def test_a_row_is_a_configuration(monkeypatch):
     from moe_rl.storage.frames import load_study
 
-    names = {"Path": lambda _: ROOT / "studies/results/routing_replay", "load_study": load_study, "json": json}
+    names = {"Path": lambda _: ROOT / "studies/routing_replay", "load_study": load_study, "json": json}
     exec(python_block((DOCS / "studies.md").read_text(), "RunConfig.from_dict"), names | {"RunConfig": RunConfig})
 
 
-ELSEWHERE = {"runs collect": "tests/study/test_collect.py", "rerun": "tests/study/test_rerun.py",
-             "new": "tests/test_new.py", "runs read": "tests/results/test_rollouts.py"}
+ELSEWHERE = {
+    "runs collect": "tests/study/test_collect.py",
+    "rerun": "tests/study/test_rerun.py",
+    "new": "tests/test_new.py",
+    "runs list": "tests/test_cli.py",
+    "runs read": "tests/results/test_rollouts.py",
+}
 """Who runs the commands that are not run here."""
-RUN_HERE = [*commands(README), *commands(DOCS / "quickstart.md"),
-            *commands(DOCS / "studies.md", "Run a study|Read the results|Read responses")]  # fmt: skip
+RUN_HERE = [
+    *commands(README),
+    *commands(DOCS / "quickstart.md"),
+    *commands(DOCS / "studies.md", "Run a study|Read the results|Read responses"),
+]
 
 
 @pytest.mark.parametrize("words", [pytest.param(w, id=" ".join(w)) for w in RUN_HERE if not YOURS & {*w}])
 def test_a_command_does_what_its_page_says(words, tmp_path, monkeypatch, capsys):
     """Long ones as a dry run, those that read a study on committed tables."""
-    command = cli.command_of(words)
+    command = " ".join(words[: 1 + (words[0] in cli.GROUPS)])
     if command in ELSEWHERE:
         assert json.dumps(command.split())[1:-1] in (ROOT / ELSEWHERE[command]).read_text()
         return
     monkeypatch.chdir(tmp_path)
     for folder in ("runs/routing_replay", "runs/routing_replay-quick"):
-        shutil.copytree(ROOT / "studies/results/routing_replay", folder)
+        shutil.copytree(ROOT / "studies/routing_replay", folder)
     lines = (json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a in range(20) for b in range(10))
     Path("pairs.jsonl").write_text("\n".join(lines))
     words = [*words, *["--dry-run"] * (words[0] == "run" and "--dry-run" not in words)]
@@ -153,7 +149,7 @@ def test_a_command_does_what_its_page_says(words, tmp_path, monkeypatch, capsys)
         assert done.returncode == 0 and (Path(words[1]) / written).exists()
         return
     assert cli.main(words) == 0
-    said = {"run": "steps to go", "runs list": "finished", "methods": "source:"}
+    said = {"run": "steps to go", "methods": "source:"}
     assert said[command] in capsys.readouterr().out
 
 
@@ -165,8 +161,12 @@ def test_the_page_of_a_response_reads_what_the_documented_block_writes(tokens, t
     page = (ROOT / "docs/checkpoints.md").read_text()
     block = python_block(page, "record_routing")
     mask = torch.ones_like(tokens).bool()
-    names = {"model": build("qwen3_moe"), "tokens": tokens, "attention_mask": mask,
-             "response_mask": torch.arange(tokens.shape[1]).expand_as(tokens) >= 4}
+    names = {
+        "model": build("qwen3_moe"),
+        "tokens": tokens,
+        "attention_mask": mask,
+        "response_mask": torch.arange(tokens.shape[1]).expand_as(tokens) >= 4,
+    }
     exec(block, names)
     beside = RoutingTrace.load_beside("before.safetensors")
     assert beside["gates"].shape == names["routes"].ids().shape and beside["response"].sum() == 4 * 5

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 import torch
 
-from moe_rl.build import build, check
-from moe_rl.config import Arm, Measure, Optimizer, RouterNoise, RunConfig
-from moe_rl.errors import ConfigError
+from moe_rl.build import build
+from moe_rl.config import Arm, Measure, Optimizer, RouterNoise
 from moe_rl.recorder import ratio_row
 from moe_rl.registry import Component
 from moe_rl.seeds import SPLIT, derive
 from moe_rl.trainer import split_into_mini_batches, split_rows, warn_void
 from tests.policies.test_hf import make_batch
-from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
+from tests.test_trainer import TINY, carry_out, whole_and_cut
 
 TWICE = TINY.replace(epochs=2, mini_batches=2, steps=2, measure=Measure(responses=4, detail_every=1))
 
@@ -79,11 +77,6 @@ def test_attribution_is_of_the_mini_batch_about_to_be_updated(tmp_path):
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
-def test_one_epoch_is_the_run_it_always_was(tmp_path):
-    tables = carry_out(TINY.replace(epochs=1, steps=2), tmp_path / "run")
-    assert "epoch" not in tables["updates"] and tables["updates"]["update"].tolist() == [1, 2, 3, 4] * 2
-
-
 def test_warm_up_counts_the_updates_of_all_epochs(tmp_path):
     run = TWICE.replace(optimizer=Optimizer(lr=1e-3, warmup=8))
     updates = carry_out(run, tmp_path / "run")["updates"]
@@ -100,25 +93,6 @@ def test_the_dials_dose_grows_over_all_updates_of_a_step(tmp_path):
 
 def test_an_interrupted_run_of_two_epochs_ends_identical(tmp_path):
     whole_and_cut(TWICE.replace(steps=4, arm=Arm(name="replay", routes="old_policy")), tmp_path)
-
-
-def test_no_epoch_is_refused_and_a_second_makes_one_mini_batch_a_comparison():
-    with pytest.raises(ConfigError, match="epochs=0: a run needs at least 1"):
-        TINY.replace(epochs=0)
-    assert any("one update per step" in text for text in check(TINY.replace(mini_batches=1)))
-    assert not any("one update" in text for text in check(TINY.replace(mini_batches=1, epochs=2)))
-
-
-def test_a_configuration_from_before_epochs_has_one():
-    older = TINY.to_dict()
-    del older["epochs"]
-    assert RunConfig.from_dict(older) == TINY
-
-
-def test_epochs_change_what_is_trained(tmp_path):
-    one, two = (carry_out(TINY.replace(epochs=n, steps=1), tmp_path / str(n))["steps"] for n in (1, 2))
-    pd.testing.assert_series_equal(one["reward"], two["reward"])
-    assert weights(tmp_path / "1")[1] != weights(tmp_path / "2")[1]
 
 
 def test_a_token_counts_once_per_epoch_in_the_ratios_and_clip_fractions_of_a_step():

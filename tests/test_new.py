@@ -17,8 +17,11 @@ from moe_rl.storage.frames import load_study
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "moe_rl" / "cli" / "new_study"
 PAGE = (ROOT / "docs" / "studies.md").read_text().split("\n## ")[1]
-TINY = [word for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
-        for word in ("--set", setting)]  # fmt: skip
+TINY = [
+    word
+    for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
+    for word in ("--set", setting)
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def test_its_own_tests_pass(folder):
 
 def test_it_plans_and_trains_with_its_own_parts(folder, capsys, forked_workers):
     assert cli.main(["run", "other_name.py", "--dry-run"]) == 0
-    assert "9 runs, 360 steps to go" in capsys.readouterr().out
+    assert "12 runs, 480 steps to go" in capsys.readouterr().out
     arguments = ["run", "other_name.py", "--quick", "--jobs", "1", "--arms", "mine-replayed", *TINY]
     assert cli.main(arguments) == 0
     updates = load_study(folder / "runs" / "other_name-quick")["updates"]
@@ -56,8 +59,13 @@ def test_it_plans_and_trains_with_its_own_parts(folder, capsys, forked_workers):
 
 def test_nothing_that_is_there_is_touched_and_names_that_hide_a_module_are_refused(folder, capsys):
     (folder / "own.txt").write_text("mine")
-    for name, words in ((str(folder), "is not empty"), ("my-study", "cannot be the name of a module"),
-                        ("json", "would hide"), ("numpy", "would hide"), ("class", "cannot be the name of a module")):
+    for name, words in (
+        (str(folder), "is not empty"),
+        ("my-study", "cannot be the name of a module"),
+        ("json", "would hide"),
+        ("numpy", "would hide"),
+        ("class", "cannot be the name of a module"),
+    ):
         assert cli.main(["new", name]) == 2
         assert words in capsys.readouterr().err
     assert (folder / "own.txt").read_text() == "mine"

@@ -26,11 +26,18 @@ def test_this_pass_uses_the_instructions_that_it_is_named_for():
 
 @pytest.mark.parametrize("isa", VARIABLES)
 def test_numpy_takes_every_name_without_a_word_and_leaves_out_what_is_wider(isa):
-    code = ("from numpy._core._multiarray_umath import __cpu_dispatch__ as d, __cpu_features__ as f;"
-            "print(any(f[n] and ('512' in n or n == 'X86_V4') for n in d), f.get('X86_V3', f.get('AVX2')))")
+    code = (
+        "from numpy._core._multiarray_umath import __cpu_dispatch__ as d, __cpu_features__ as f;"
+        "print(any(f[n] and ('512' in n or n == 'X86_V4') for n in d), f.get('X86_V3', f.get('AVX2')))"
+    )
     clean = {name: value for name, value in os.environ.items() if name != "NPY_DISABLE_CPU_FEATURES"}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=clean | environment(isa), text=True,
-                          capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=clean | environment(isa),
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     wider, avx2 = done.stdout.split()
     assert done.stderr == ""
     assert isa == "native" or wider == "False"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_rl.seeds import HELD_OUT, derive
+from moe_rl.seeds import derive
 
 
 def test_the_values_that_every_table_was_made_with():
@@ -16,17 +16,10 @@ def test_the_values_that_every_table_was_made_with():
     assert derive(*largest) == int(np.random.SeedSequence(largest).generate_state(1, np.uint64)[0] >> 1)
 
 
-@pytest.mark.parametrize("position", [(HELD_OUT,), (11, 3), (0,)])
-def test_a_short_position_of_before_is_the_same_one_filled_up_with_zeros(position):
-    """SeedSequence fills its pool of four words with zeros, so tables made with short positions stay what they are."""
-    before = int(np.random.SeedSequence(position).generate_state(1, np.uint64)[0] >> 1)
-    assert derive(*(*position, 0, 0)[:3]) == before
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_positions_that_zeros_could_fill_up_to_another_are_refused(count):
     """Three numbers and four with a last 0 are one position to SeedSequence: 5 and more are not filled up."""
-    assert [np.random.SeedSequence(p).generate_state(1)[0] for p in ((1, 2, 3), (1, 2, 3, 0))] .count(0) == 0
+    assert [np.random.SeedSequence(p).generate_state(1)[0] for p in ((1, 2, 3), (1, 2, 3, 0))].count(0) == 0
     with pytest.raises((ValueError, TypeError)):
         derive(*range(1, count + 1))
 

@@ -13,19 +13,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_rl"
 TREE = re.search(r"^moe_rl/\n((?:  .*\n|\n(?=  ))+)", (ROOT / "docs" / "extending.md").read_text(), re.M).group(1)
-LAYERS = [[re.match(r"  (\w+)(?:/|\.py) ", line).group(1) for line in block.splitlines()]
-          for block in TREE.split("\n\n")]
+LAYERS = [
+    [re.match(r"  (\w+)(?:/|\.py) ", line).group(1) for line in block.splitlines()] for block in TREE.split("\n\n")
+]
 ROOMS = [room for layer in LAYERS for room in layer]
 """Files and folders of the package, by layers."""
 IN_CIRCLES: set[str] = set()
 """Files that import each other, most for type checking: to be merged or cut apart."""
-USERS_IMPORT_FROM = {".", "routing", "objectives", "study", "analysis/diagnose", "cli", "integrations/cpu_kernels",
-                     "integrations/megatron"}
+USERS_IMPORT_FROM = {
+    ".",
+    "routing",
+    "objectives",
+    "study",
+    "analysis/diagnose",
+    "cli",
+    "integrations/cpu_kernels",
+    "integrations/megatron",
+}
 """Rooms whose `__init__` hands names on."""
 HEAVY = {"transformers", "vllm", "megatron", "trl"}
 MAY_IMPORT_HEAVY = {"models", "policies", "rollouts", "analysis", "integrations"}
-LONGEST, DEEPEST, MOST = 600, 3, 28
-"""Lines of a file, folders above one, and entries of the package."""
 
 
 def imports(file: Path) -> set[str]:
@@ -51,7 +58,6 @@ def test_the_tree_in_the_docs_is_the_package():
     entries = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix in ("", ".py")}
     entries -= {"__pycache__", "__init__", "__main__"}
     assert set(ROOMS) == entries and len(ROOMS) == len(set(ROOMS))
-    assert len(ROOMS) + len(("__init__", "__main__", "py.typed")) <= MOST
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -100,12 +106,6 @@ def test_only_the_edges_import_backends(module):
     assert not heavy or module.partition(".")[0] in MAY_IMPORT_HEAVY, f"{module} imports {heavy}"
 
 
-@pytest.mark.parametrize("module", ["recorder", "trainer"])
-def test_the_loop_knows_protocols_only(module):
-    concrete = {"policies.hf", "integrations.megatron", "rollouts.hf", "integrations.vllm", "models"}
-    assert not {f"moe_rl.{name}" for name in concrete} & imports(FILES[module])
-
-
 def new_interpreter(code: str) -> str:
     """What it prints."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -114,8 +114,17 @@ def new_interpreter(code: str) -> str:
 def test_reading_and_declaring_never_imports_torch_and_scipys_statistics_only_when_they_are_asked_for():
     """One after the other in one interpreter: what the last of them has not imported, none of them has."""
     reading = [f"moe_rl.{m}" for m in FILES if m.startswith(("storage.", "results."))]
-    modules = ["moe_rl", "moe_rl.config", "moe_rl.study", "moe_rl.study.declaration", "moe_rl.study.workers",
-               "moe_rl.cli", "moe_rl.objectives.methods_page", "moe_rl.metrics.convergence", *reading]  # fmt: skip
+    modules = [
+        "moe_rl",
+        "moe_rl.config",
+        "moe_rl.study",
+        "moe_rl.study.declaration",
+        "moe_rl.study.workers",
+        "moe_rl.cli",
+        "moe_rl.objectives.methods_page",
+        "moe_rl.metrics.convergence",
+        *reading,
+    ]
     slow = {"torch", "transformers", "scipy.stats"}
     found = "next((m for m in modules if importlib.import_module(m) and heavy & {*sys.modules}), None)"
     assert new_interpreter(f"import importlib, sys; heavy = {slow}; modules = {modules}; print({found})") == "None\n"
@@ -128,17 +137,3 @@ def test_printing_a_table_never_imports_matplotlib():
 def test_rooms_import_nothing_by_themselves_but_those_that_users_import_from():
     rooms = {p.parent.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("__init__.py") if p.read_text()}
     assert rooms == USERS_IMPORT_FROM
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_files_are_short_shallow_and_named_for_what_they_hold(module):
-    file = FILES[module]
-    assert len(file.read_text().splitlines()) <= LONGEST, f"{module}: is there one idea in it?"
-    assert len(file.relative_to(PACKAGE).parts) <= DEEPEST
-    assert file.stem not in ("utils", "util", "helpers", "common", "misc")
-
-
-def test_a_step_of_training_fits_on_a_screen():
-    tree = ast.parse((PACKAGE / "trainer.py").read_text())
-    (step,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train_step")
-    assert step.end_lineno - step.lineno + 1 <= 30

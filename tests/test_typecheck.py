@@ -140,6 +140,6 @@ def test_a_result_of_another_shape_is_refused_after_right_ones():
 
 def test_it_is_on_in_the_package():
     ids, mask = torch.zeros(1, 2, 3, 1, dtype=torch.int32), torch.ones(1, 2, dtype=torch.bool)
-    assert route_change(ids, ids, mask).n.tolist() == [2, 2, 2]
+    assert route_change(ids, ids, mask)["volatility_tokens"].tolist() == [2, 2, 2]
     with pytest.raises(Exception, match="violates"):
         route_change(ids, ids, mask[:, :1])

@@ -93,7 +93,7 @@ def test_routes_that_an_engine_recorded_become_the_trace_that_the_model_recorded
     assert float(capsys.readouterr().out) == known.sum() / names["mask"].sum()
 
 
-def test_traces_are_spliced_sharded_and_read_in_parts(tmp_path, monkeypatch, capsys):
+def test_traces_are_spliced_and_read_in_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = setting()
     with torch.no_grad(), record_routing(names["model"]) as recording:
@@ -102,7 +102,7 @@ def test_traces_are_spliced_sharded_and_read_in_parts(tmp_path, monkeypatch, cap
     names |= {"mask": names["attention_mask"], "rank": 1, "world": 2, "other_whole": trace}
     names |= {"first": trace, "second": trace, "third": trace, "one": trace.rows(slice(0, 4))}
     exec(block("splice"), names | {"other": trace.rows(slice(4, 8))})
-    assert capsys.readouterr().out == "1.0 [(0, 12, '7')]\n"
+    assert capsys.readouterr().out == "1.0\n"
 
 
 def test_without_trl_the_adapter_says_how_to_install_it():

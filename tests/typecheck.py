@@ -122,8 +122,12 @@ def once_per_shape(function: Callable, hints: dict[str, Any]) -> Callable:
     def require(values: dict[str, Any]) -> None:
         with jaxtyped("context"):
             for name in filter(hints.__contains__, values):
-                die_if_unbearable(values[name], hints[name], conf=SETTINGS,
-                                  exception_prefix=f"{function.__module__}.{function.__qualname__}: {name} ")
+                die_if_unbearable(
+                    values[name],
+                    hints[name],
+                    conf=SETTINGS,
+                    exception_prefix=f"{function.__module__}.{function.__qualname__}: {name} ",
+                )
 
     @functools.wraps(function)
     def remembering(*arguments: Any, **named: Any) -> Any:

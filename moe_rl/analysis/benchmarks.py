@@ -1,4 +1,4 @@
-"""Evaluations as people report them: avg@k, pass@k, maj@k, lengths, with intervals over problems, and as a curve.
+"""Evaluations as people report them: avg@k, pass@k, maj@k, lengths, with intervals over problems.
 
 The unit of replication is the problem: the completions of one belong together, and two checkpoints are compared on the
 problems that both were asked.
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,15 +21,11 @@ from moe_rl.errors import ConfigError
 from moe_rl.recorder import GREEDY
 from moe_rl.results import stats
 from moe_rl.results.printed import print_table
+from moe_rl.results.stats import printed_p
 from moe_rl.results.tables import Shown
-from moe_rl.storage.terminal import say
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RIGHT = 1 - 1e-6
 """The least reward of a right completion."""
-QUANTILES = {"response_tokens_q50": 0.5, "response_tokens_q90": 0.9}
 Problems = Mapping[int, float]
 
 
@@ -37,8 +33,10 @@ def pass_at(k: int, n: int, right: int) -> float:
     """Probability that one of k completions is right, estimated without bias from `right` right ones of n:
     1 − C(n − right, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374). Raises ConfigError unless 1 ≤ k ≤ n."""
     if not (1 <= k <= n and 0 <= right <= n):
-        raise ConfigError(f"pass@{k} of {n} completions with {right} right: k must be from 1 to the completions, and "
-                          "so many must be right at most. Sample more, or lower k.")
+        raise ConfigError(
+            f"pass@{k} of {n} completions with {right} right: k must be from 1 to the completions, and "
+            "so many must be right at most. Sample more, or lower k."
+        )
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -51,8 +49,11 @@ def majority(votes: Sequence[int | None], right: Sequence[float]) -> float:
     """
     counts = Counter(vote for vote in votes if vote is not None)
     most = max(counts.values(), default=0)
-    scores = [sum(r for v, r in zip(votes, right, strict=True) if v == vote) / most
-              for vote, count in counts.items() if count == most]
+    scores = [
+        sum(r for v, r in zip(votes, right, strict=True) if v == vote) / most
+        for vote, count in counts.items()
+        if count == most
+    ]
     return sum(scores) / len(scores) if scores else 0.0
 
 
@@ -63,7 +64,7 @@ def of_problems(rows: pd.DataFrame) -> Mapping[str, Problems]:
     `maj@k`; `greedy`, whether the greedy one is right; `reward`, and of drawn ones `response_tokens` and `truncated`.
     """
     drawn = rows[rows["sample"] != GREEDY]
-    found: dict[str, dict[int, float]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     for problem, group in drawn.groupby("problem"):
         right = [float(reward >= RIGHT) for reward in group["reward"]]
         n, votes = len(right), [None if pd.isna(vote) else int(vote) for vote in group["vote"]]
@@ -74,21 +75,22 @@ def of_problems(rows: pd.DataFrame) -> Mapping[str, Problems]:
             values[f"maj@{n}"] = majority(votes, right)
         values |= {name: float(group[name].mean()) for name in ("reward", "response_tokens", "truncated")}
         for name, value in values.items():
-            found.setdefault(name, {})[int(problem)] = value
+            metrics.setdefault(name, {})[int(problem)] = value
     greedy = rows[rows["sample"] == GREEDY]
     if len(greedy):
-        found["greedy"] = {int(p): float(r >= RIGHT) for p, r in zip(greedy["problem"], greedy["reward"], strict=True)}
-    return found
+        metrics["greedy"] = {
+            int(p): float(r >= RIGHT) for p, r in zip(greedy["problem"], greedy["reward"], strict=True)
+        }
+    return metrics
 
 
 def summarise(rows: pd.DataFrame, by: str = "checkpoint") -> pd.DataFrame:
     """A row per benchmark, `by` (a run's own table has `step`) and metric, both in the order of the rows.
 
     `mean`, `low`, `high` over `n` problems with their `method`; `difference` from the first `by` over the problems both
-    have, with its interval, and the sign-flip `p`, by Holm over those that are compared with it: `p_holm`. Quantiles of
-    lengths have no interval.
+    have, with its interval, and the sign-flip `p`, by Holm over those that are compared with it: `p_holm`.
     """
-    found: list[dict[str, Any]] = []
+    summary: list[dict[str, Any]] = []
     for benchmark, of_benchmark in rows.groupby("benchmark", sort=False):
         points = {name: of_problems(part) for name, part in of_benchmark.groupby(by, sort=False)}
         first = next(iter(points.values()))
@@ -101,18 +103,18 @@ def summarise(rows: pd.DataFrame, by: str = "checkpoint") -> pd.DataFrame:
                 row = {"benchmark": benchmark, by: name, "metric": metric, **_interval(metric, values)}
                 if metrics is not first and set(values) & set(first[metric]):
                     change = stats.paired(values, first[metric])
-                    row |= {"difference": change.difference.mean, "difference_low": change.difference.low,
-                            "difference_high": change.difference.high, "p": change.p}
-                    compared[len(found)] = change.p
-                found.append(row)
+                    row |= {
+                        "difference": change.difference.mean,
+                        "difference_low": change.difference.low,
+                        "difference_high": change.difference.high,
+                        "p": change.p,
+                    }
+                    compared[len(summary)] = change.p
+                summary.append(row)
             for place, p in zip(compared, stats.holm([*compared.values()]), strict=True):
-                found[place]["p_holm"] = p
-        for name, part in of_benchmark[of_benchmark["sample"] != GREEDY].groupby(by, sort=False):
-            found += [{"benchmark": benchmark, by: name, "metric": metric, "n": part["problem"].nunique(), "method":
-                       "over completions", "mean": float(part["response_tokens"].quantile(q))}
-                      for metric, q in QUANTILES.items()]
+                summary[place]["p_holm"] = p
     columns = ["mean", "low", "high", "n", "method", "difference", "difference_low", "difference_high", "p", "p_holm"]
-    return pd.DataFrame(found).reindex(columns=["benchmark", by, "metric", *columns])
+    return pd.DataFrame(summary).reindex(columns=["benchmark", by, "metric", *columns])
 
 
 def _interval(metric: str, values: Problems) -> dict[str, Any]:
@@ -123,71 +125,26 @@ def _interval(metric: str, values: Problems) -> dict[str, Any]:
 
 
 def print_evaluation(console: Console, summary: pd.DataFrame) -> None:
-    """A table per benchmark: a row per metric and checkpoint, with the last part of its name where that says which."""
+    """A table per benchmark: a row per metric and checkpoint, with the last part of its name where these differ."""
     names = {name: Path(name).name for name in summary["checkpoint"]}
     names = names if len(set(names.values())) == len(names) else {name: name for name in names}
     for benchmark, part in summary.groupby("benchmark", sort=False):
-        metrics = _shown(part) + ["response_tokens", "truncated"]
-        part = part[part["metric"].isin(metrics)]
-        part, rows = part.sort_values("metric", key=lambda names: names.map(metrics.index), kind="stable"), []
-        for row in part.to_dict("records"):
-            changed = "" if math.isnan(row["difference"]) else _shown_interval(row, "difference", "+")
-            rows.append((row["metric"], names[row["checkpoint"]], _shown_interval(row), changed,
-                         f"{row['p_holm']:.2g}" if changed else ""))
-        note = (f"{part['n'].max():.0f} problems; in brackets 95 % intervals over problems. Δ: from the first "
-                "checkpoint, paired by problem; p: sign flips, Holm over the checkpoints.")
+        passes = [m for m in part["metric"].unique() if m.startswith("pass@")]
+        hidden = {*passes[:-1], "reward"}
+        rows = []
+        for row in part[~part["metric"].isin(hidden)].to_dict("records"):
+            changed = not math.isnan(row["difference"])
+            interval = _printed_interval(row, "difference", "+") if changed else ""
+            p = printed_p(row["p_holm"], row["n"], ".2g") if changed else ""
+            rows.append((row["metric"], names[row["checkpoint"]], _printed_interval(row), interval, p))
+        note = (
+            f"{part['n'].max():.0f} problems; in brackets 95 % intervals over problems. Δ: from the first "
+            "checkpoint, paired by problem; p: sign flips, Holm over the checkpoints."
+        )
         print_table(console, Shown(str(benchmark), ("metric", "checkpoint", "mean", "Δ", "p"), rows, note))
 
 
-def _shown(summary: pd.DataFrame) -> list[str]:
-    """The metrics that are rates of problems; of pass@k that of the largest k."""
-    names = list(summary["metric"].unique())
-    passes = sorted((m for m in names if m.startswith("pass@")), key=lambda m: int(m[5:]))[-1:]
-    return [*(m for m in names if m.startswith("avg@")), *passes, *(m for m in names if m.startswith("maj@")),
-            *(m for m in names if m == "greedy")]
-
-
-def _shown_interval(row: Mapping[str, Any], mean: str = "mean", sign: str = "") -> str:
+def _printed_interval(row: Mapping[str, Any], mean: str = "mean", sign: str = "") -> str:
     form = sign + (".1f" if row["metric"] == "response_tokens" else ".3f")
-    low, high = ((row["low"], row["high"]) if mean == "mean" else (row[f"{mean}_low"], row[f"{mean}_high"]))
+    low, high = (row["low"], row["high"]) if mean == "mean" else (row[f"{mean}_low"], row[f"{mean}_high"])
     return f"{row[mean]:{form}} [{'–' if math.isnan(low) else f'{low:{form}}, {high:{form}}'}]"
-
-
-def curve(summary: pd.DataFrame, steps: Mapping[str, int | None]) -> Figure:
-    """A panel per benchmark: avg@k, the highest pass@k, maj@k and greedy along the checkpoints, with intervals; over
-    their steps where all have one and these rise."""
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-    from moe_rl.results import plots
-
-    benchmarks = summary["benchmark"].unique()
-    known = [step for step in steps.values() if step is not None]
-    at_steps = len(known) == len(steps) and all(a < b for a, b in zip(known, known[1:], strict=False))
-    at = dict(zip(steps, known if at_steps else range(1, len(steps) + 1), strict=True))
-    figure, axes = plots.new_figure(len(benchmarks), "How well do the checkpoints do?")
-    for ax, benchmark in zip(axes, benchmarks, strict=True):
-        part = summary[summary["benchmark"] == benchmark]
-        for colour, metric in zip(plots.COLOURS, _shown(part), strict=False):
-            rows = part[part["metric"] == metric]
-            x = rows["checkpoint"].map(at)
-            ax.fill_between(x, rows["low"], rows["high"], color=colour, alpha=0.12, linewidth=0)
-            ax.plot(x, rows["mean"], "o-", color=colour, markersize=4, label=metric)
-        ax.set(title=benchmark.replace("$", r"\$"), ylabel="share of problems",
-               xlabel="step of the checkpoint" if at_steps else "checkpoint, in the order given")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
-        ax.legend()
-    return plots.finish(figure, axes, "bands: 95 % intervals over problems", legend=False)
-
-
-def show(console: Console, summary: pd.DataFrame, steps: Mapping[str, int | None], out: Path) -> None:
-    """Print the tables; of several checkpoints, which have these steps, draw the curve into `out`."""
-    import matplotlib
-
-    from moe_rl.results import plots
-
-    print_evaluation(console, summary)
-    if len(steps) > 1:
-        with matplotlib.rc_context(plots.STYLE):
-            say(console, f"figure {' '.join(map(str, plots.save(curve(summary, steps), out, 'evaluation')))}")
-    say(console, f"tables {out}/evaluations.parquet, {out}/summary.parquet; completions {out}/samples")

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import warnings
 from pathlib import Path
 
 from moe_rl.cli.verbs import DEVICE, DTYPE, TRUST_CODE, argument, verb
 from moe_rl.errors import ConfigError
-from moe_rl.storage.terminal import harmless
 
-EVALUATED = ("temperature", "top_p", "top_k", "min_p", "sampling_mask", "max_new_tokens", "stop", "model.device",
-             "model.dtype", "model.router_dtype")
+EVALUATED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "sampling_mask",
+    "max_new_tokens",
+    "stop",
+    "model.device",
+    "model.dtype",
+    "model.router_dtype",
+)
 """Settings of a run that an evaluation has, too, beside the engine's."""
 
 
 @verb(
-    argument("checkpoints", nargs="+", metavar="CHECKPOINT",
-             help="two or more: folders, names on the Hugging Face hub, or a folder that contains several"),
+    argument(
+        "checkpoints",
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="two or more: folders, names on the Hugging Face hub, or a folder that contains several",
+    ),
     argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text"),
     argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)"),
     DEVICE,
@@ -26,50 +37,53 @@ EVALUATED = ("temperature", "top_p", "top_k", "min_p", "sampling_mask", "max_new
     argument("--max-tokens", type=int, default=2048, metavar="N", help="longer texts are cut (default: 2048)"),
     argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens in one forward (default: 4096)"),
     argument("--traces", action="store_true", help="store the routing, for `moe-rl checkpoint view`"),
-    argument("--ratios", action="store_true",
-             help="also measure token ESS and KL, with and without replay"),
+    argument("--ratios", action="store_true", help="also measure token ESS and KL, with and without replay"),
     TRUST_CODE,
     examples="""
   moe-rl checkpoint compare sft/ rl-step-500/ --data responses.jsonl
-  moe-rl checkpoint compare sft/ rl-500/ rl-1000/ --data texts.jsonl   series
-  moe-rl checkpoint compare runs/x/gspo/base/seed=0 --data texts.jsonl
-                                      the hf_checkpoints of a run
-A line of the file: {"prompt": "2+2=", "response": "4"}, {"text": "…"}
-or {"messages": [{"role": "user", "content": "2+2="}, …]}. The same command
-continues an interrupted comparison.""",
+  moe-rl checkpoint compare runs/x/gspo/base/seed=0 --data texts.jsonl   a run's
+A line of the file: {"prompt": "2+2=", "response": "4"}, {"text": "…"} or
+{"messages": [{"role": "user", "content": "2+2="}, …]}. The same command goes on.""",
 )
 def compare(options: argparse.Namespace) -> int:
     """Compare checkpoints; tables and figures into `--out`."""
     from rich.console import Console
 
-    from moe_rl.analysis.checkpoints.measure import Comparison, measure_series, measure_volatility
+    from moe_rl.analysis.checkpoints.measure import Comparison, make_series, measure_volatility
     from moe_rl.analysis.checkpoints.report import print_report, print_series
     from moe_rl.analysis.folders import checkpoints_of
 
-    settings = {"dtype": options.dtype, "max_tokens": options.max_tokens, "batch_tokens": options.batch_tokens,
-                "ratios": options.ratios}
     where = {"device": options.device, "keep_traces": options.traces, "trust_remote_code": options.trust_remote_code}
-    names = [name for given in options.checkpoints for name in checkpoints_of(given)]
+    names = [name for folder in options.checkpoints for name in checkpoints_of(folder)]
     if len(names) < 2:
         raise ConfigError(f"{names[0]} is one checkpoint. Give two or more.")
-    if len(names) > 2:
-        print_series(Console(), measure_series(names, options.data, options.out, settings=settings, **where),
-                     options.out)
-        return 0
-    before, after = names
-    frames = measure_volatility(Comparison(before, after, options.data, **settings), options.out, **where)
-    print_report(Console(), frames, options.out)
+    settings = {name: getattr(options, name) for name in ("dtype", "max_tokens", "batch_tokens", "ratios")}
+    comparison = Comparison(tuple(names), options.data, **settings)
+    frames = measure_volatility(comparison, options.out, **where)
+    if len(names) == 2:
+        print_report(Console(), frames[0, 1], options.out)
+    else:
+        print_series(Console(), make_series(comparison, frames, options.out), options.out)
     return 0
 
 
 @verb(
-    argument("checkpoints", nargs="+", metavar="CHECKPOINT",
-             help="folders, names on the Hugging Face hub, or a folder that contains several; the first is the "
-                  "baseline"),
-    argument("--data", action="append", default=[], metavar="FILE",
-             help="JSONL with question and answer; may be repeated"),
-    argument("--task", action="append", default=[], metavar="TASK",
-             help="task, e.g. reasoning_gym:gsm_symbolic (docs/tasks.md); may be repeated"),
+    argument(
+        "checkpoints",
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="folders, names on the Hugging Face hub, or a folder that contains several; the first is the baseline",
+    ),
+    argument(
+        "--data", action="append", default=[], metavar="FILE", help="JSONL with question and answer; may be repeated"
+    ),
+    argument(
+        "--task",
+        action="append",
+        default=[],
+        metavar="TASK",
+        help="task, e.g. reasoning_gym:gsm_symbolic (docs/tasks.md); may be repeated",
+    ),
     argument("-k", type=int, default=16, metavar="N", help="completions per problem (default: 16)"),
     argument("--greedy", action="store_true", help="also sample the greedy completion"),
     argument("--problems", type=int, metavar="N", help="problems per benchmark (default: all of a file)"),
@@ -77,31 +91,38 @@ def compare(options: argparse.Namespace) -> int:
     argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)"),
     argument("--max-tokens", type=int, default=2048, metavar="N", help="longest completion (default: 2048)"),
     argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"),
-    argument("--at-once", type=int, default=1, metavar="N",
-             help="problems at a time (default: 1); an interruption loses as many"),
+    argument(
+        "--at-once",
+        type=int,
+        default=0,
+        metavar="N",
+        help="problems at a time (default: 512 completions); an interruption loses as many",
+    ),
     DEVICE,
     DTYPE,
-    argument("--set", action="append", default=[], metavar="K=V", dest="settings",
-             help="change a setting, e.g. engine=vllm: docs/settings.md"),
+    argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="K=V",
+        dest="settings",
+        help="change a setting, e.g. engine=vllm: docs/settings.md",
+    ),
     argument("--out", type=Path, default=Path("evaluation"), help="folder to write (default: evaluation)"),
     TRUST_CODE,
     examples="""
   moe-rl checkpoint evaluate sft/ rl-500/ --data a.jsonl --data b.jsonl -k 16
-  moe-rl checkpoint evaluate runs/x/gspo/base/seed=0 --data aime.jsonl
-                                      the hf_checkpoints of a run
+  moe-rl checkpoint evaluate runs/x/gspo/base/seed=0 --data aime.jsonl   a run's
   moe-rl checkpoint evaluate rl-500/ --task running_sums --problems 100
-  moe-rl checkpoint evaluate rl-500/ --data aime.jsonl \\
-      --set engine=vllm --at-once 32
-A line of a file: {"question": "…", "answer": "…"}. The same command continues
-an interrupted evaluation.""",
+A line of a file: {"question": "…", "answer": "…"}. The same command goes on.""",
 )
 def evaluate(options: argparse.Namespace) -> int:
-    """Evaluate checkpoints; completions, tables and the curve into `--out`."""
+    """Evaluate checkpoints; completions and tables into `--out`."""
     from rich.console import Console
 
-    from moe_rl.analysis.benchmarks import show
+    from moe_rl.analysis.benchmarks import print_evaluation
     from moe_rl.analysis.evaluation import Plan, benchmark, measure_evaluations
-    from moe_rl.analysis.folders import checkpoints_of, step_of
+    from moe_rl.analysis.folders import checkpoints_of
     from moe_rl.config import Arm, ModelConfig, RunConfig, parse_settings
     from moe_rl.registry import Component
 
@@ -110,49 +131,55 @@ def evaluate(options: argparse.Namespace) -> int:
     ]
     if not tasks:
         raise ConfigError("no problems were given. Use --data FILE.jsonl, or --task NAME with --problems N.")
-    run = RunConfig(arm=Arm(name="evaluate"), seed=options.seed, temperature=options.temperature,
-                    max_new_tokens=options.max_tokens, engine=Component("hf", routes="off"),
-                    model=ModelConfig(device=options.device, dtype=options.dtype))
-    given = parse_settings(run, options.settings)
-    if idle := [key for key in given if key not in EVALUATED and not key.startswith("engine.")]:
-        raise ConfigError(f"--set {idle[0]} has no effect on an evaluation. Set one of {', '.join(EVALUATED)} or "
-                          "engine.…; options of a task belong to --task.")
-    run = run.replace(**given)
+    run = RunConfig(
+        arm=Arm(name="evaluate"),
+        seed=options.seed,
+        temperature=options.temperature,
+        max_new_tokens=options.max_tokens,
+        engine=Component("hf", routes="off"),
+        model=ModelConfig(device=options.device, dtype=options.dtype),
+    )
+    changes = parse_settings(run, options.settings)
+    if idle := [key for key in changes if key not in EVALUATED and not key.startswith("engine.")]:
+        raise ConfigError(f"--set {idle[0]} has no effect here. Set one of {', '.join(EVALUATED)} or engine.….")
+    run = run.replace(**changes)
     names = [name for folder in options.checkpoints for name in checkpoints_of(folder)]
-    found = measure_evaluations(names, [benchmark(task, options.problems) for task in tasks],
-                                Plan(run, options.k, options.greedy, options.at_once), options.out,
-                                trust_remote_code=options.trust_remote_code)
-    show(Console(), found, {name: step_of(name) for name in found["checkpoint"].unique()}, options.out)
+    summary = measure_evaluations(
+        names,
+        [benchmark(task, options.problems) for task in tasks],
+        Plan(run, options.k, options.greedy, options.at_once),
+        options.out,
+        trust_remote_code=options.trust_remote_code,
+    )
+    print_evaluation(Console(), summary)
+    print(f"tables {options.out}/evaluations.parquet, {options.out}/summary.parquet; completions {options.out}/samples")
     return 0
 
 
 @verb(
-    argument("traces", type=Path, nargs="+", metavar="TRACE",
-             help="two or more trace files of the same tokens, oldest weights first, or folders of one each; or the "
-                  "folder that compare --traces wrote"),
+    argument(
+        "traces",
+        type=Path,
+        nargs="+",
+        metavar="TRACE",
+        help="two or more trace files of the same tokens, oldest weights first, or folders of one each; or the "
+        "folder that compare --traces wrote",
+    ),
     argument("--row", type=int, help="number of the response (default: the largest change)"),
     argument("--tokenizer", metavar="DIR", help="checkpoint with the tokenizer (default: beside traces)"),
     argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)"),
     examples="""
   moe-rl checkpoint view volatility             of compare --traces
-  cd volatility/traces; moe-rl checkpoint view {before,after}/000000.safetensors
-  moe-rl checkpoint view engine.safetensors natural.safetensors
-  moe-rl checkpoint view before.safetensors after.safetensors --row 3 \\
-      --tokenizer sft/ --out changes.html
-`moe-rl checkpoint compare --traces` and RoutingTrace.save write trace files:
-docs/checkpoints.md.""",
+  moe-rl checkpoint view engine.safetensors natural.safetensors --row 3
+RoutingTrace.save writes trace files, too: docs/checkpoints.md.""",
 )
 def view(options: argparse.Namespace) -> int:
     """Write the page."""
     from moe_rl.analysis.response_page import write_response_page
 
     _require_page(options.out)
-    traces = [trace for given in options.traces for trace in _traces_of(given)]
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always", UserWarning)
-        row = write_response_page(traces, options.out, row=options.row, tokenizer=options.tokenizer)
-    for warning in heard:
-        print(f"warning: {harmless(str(warning.message))}", file=sys.stderr)
+    traces = [trace for path in options.traces for trace in _traces_of(path)]
+    row = write_response_page(traces, options.out, row=options.row, tokenizer=options.tokenizer)
     print(f"{options.out}: response {row}; open it in a browser")
     return 0
 
@@ -160,8 +187,13 @@ def view(options: argparse.Namespace) -> int:
 @verb(
     argument("rollouts", help="JSONL: tokens, prompt_length, logprobs and, if known, routes of each response"),
     argument("checkpoint", help="checkpoint that sampled them: a folder, or a name on the hub"),
-    argument("--also", action="append", default=[], metavar="CHECKPOINT",
-             help="another version that the engine may have used; may be repeated"),
+    argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="CHECKPOINT",
+        help="another version that the engine may have used; may be repeated",
+    ),
     DEVICE,
     argument("--dtype", default="float32", help="dtype of the trainer (default: float32)"),
     argument("--router-dtype", help="dtype of the trainer's routers (default: --dtype)"),
@@ -185,30 +217,29 @@ def diagnose(options: argparse.Namespace) -> int:
     from moe_rl.analysis.diagnose.report import print_diagnosis, write_page
 
     _require_page(options.out)
-    found = diagnose_checkpoint(options.rollouts, options.checkpoint, also=options.also, device=options.device,
-                                dtype=options.dtype, router_dtype=options.router_dtype,
-                                engine_dtype=options.engine_dtype, responses=options.responses,
-                                batch_tokens=options.batch_tokens, trust_remote_code=options.trust_remote_code)
-    print_diagnosis(Console(), found)
-    write_page(found, options.out, rollouts=options.rollouts, checkpoint=options.checkpoint)
+    names = "also", "device", "dtype", "router_dtype", "engine_dtype", "responses", "batch_tokens", "trust_remote_code"
+    settings = {name: getattr(options, name) for name in names}
+    diagnosis = diagnose_checkpoint(options.rollouts, options.checkpoint, **settings)
+    print_diagnosis(Console(), diagnosis)
+    write_page(diagnosis, options.out, rollouts=options.rollouts, checkpoint=options.checkpoint)
     print(f"{options.out}: every test; open it in a browser")
-    return int(found.fault)
+    return int(diagnosis.fault)
 
 
-def _traces_of(given: Path) -> list[Path]:
+def _traces_of(path: Path) -> list[Path]:
     """A trace file, the one in a folder, or those of both sides of a comparison. Raises ConfigError for a folder of
     none or of several."""
-    if not given.is_dir():
-        return [given]
-    for inside in (given / "traces", given):
+    if not path.is_dir():
+        return [path]
+    for inside in (path / "traces", path):
         if (inside / "before").is_dir() and (inside / "after").is_dir():
             return [*_traces_of(inside / "before"), *_traces_of(inside / "after")]
-    found = sorted(given.glob("*.safetensors"))
-    if len(found) != 1:
-        names = f": {found[0].name} to {found[-1].name}" if found else ""
-        raise ConfigError(f"{given} contains {len(found) or 'no'} traces{names}. Name the files, e.g. "
-                          f"{given / 'before' / '000000.safetensors' if not found else found[0]}.")
-    return found
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise ConfigError(
+            f"{path} contains {len(files) or 'no'} traces. Name a file, as {path / '000000.safetensors'}."
+        )
+    return files
 
 
 def _require_page(out: Path) -> None:

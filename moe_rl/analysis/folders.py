@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.models.load import PRESETS, check_weights, skeleton
@@ -31,9 +34,10 @@ def checkpoints_of(name: str) -> list[str]:
     places = (folder / "checkpoints",) if run else (folder / "checkpoints", folder)
     below = [file.parent for where in places for file in where.glob(f"*/{WHOLE}")]
     if not below and (run or not any(folder.iterdir())):
-        raise ConfigError(f"{name} contains no checkpoint ({folder.absolute()}): no {WHOLE} in "
-                          f"{('' if run else 'it or in ')}its checkpoints/. To save some during a run, use --set "
-                          "hf_checkpoints=(10,20).")
+        raise ConfigError(
+            f"{name} contains no checkpoint ({folder.absolute()}). To save some during a run, use --set "
+            "hf_checkpoints=(10,20)."
+        )
     if not below:  # a damaged checkpoint, or an adapter: whoever reads it says so
         return [name]
     return [str(path) for path in sorted(below, key=lambda path: (step_of(path.name) or 0, path.name))]
@@ -42,8 +46,8 @@ def checkpoints_of(name: str) -> list[str]:
 def step_of(name: str) -> int | None:
     """The number that the name of a checkpoint has after the word for a step, or ends with; None where there is none: a
     model's size is no step."""
-    found = re.findall(r"(?:step|iter|iteration|update|epoch|checkpoint|ckpt)[-_=]?(\d+)|(\d+)$", Path(name).name)
-    return int("".join(found[-1])) if found else None
+    matches = re.findall(r"(?:step|iter|iteration|update|epoch|checkpoint|ckpt)[-_=]?(\d+)|(\d+)$", Path(name).name)
+    return int("".join(matches[-1])) if matches else None
 
 
 def make_absolute(name: str) -> str:
@@ -101,3 +105,9 @@ def check_same(out: Path, what: str, there: Mapping[str, Any], wanted: Mapping[s
     if different := runs.differing(there, wanted):
         listed = "; ".join(f"{key}: {a!r} there, {b!r} now" for key, (a, b) in different.items())
         raise RunError(f"{out} contains {what} ({listed}). Give another --out, or delete it.")
+
+
+def progress(console: Console | None) -> Progress:
+    """Bars on stderr, unless there is another console."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(30), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True))

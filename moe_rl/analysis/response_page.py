@@ -11,8 +11,6 @@ scores=True)`, or `moe-rl checkpoint compare --traces` —, `"response"`, the ma
 from __future__ import annotations
 
 import base64
-import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +28,6 @@ from moe_rl.routing.trace import Layout, RoutingTrace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-LATER = 1.0
-"""Seconds by which a trace is called written later."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +47,11 @@ class Response:
     """Of the weights that routed."""
 
 
-def write_response_page(traces: Sequence[Path], out: Path, *, row: int | None = None,
-                        tokenizer: str | PreTrainedTokenizerBase | None = None) -> int:
+def write_response_page(
+    traces: Sequence[Path], out: Path, *, row: int | None = None, tokenizer: str | PreTrainedTokenizerBase | None = None
+) -> int:
     """Write the page of one row of two or more trace files, by default the one that changed most between the first two,
-    which the page opens with; returns the row. Warns where these two are in the wrong order.
+    which the page opens with; returns the row.
 
     `tokenizer` spells the tokens: one, or a checkpoint that has one. Without it `tokenizer/` in the folder of the
     traces or above is taken, and else ids are shown. Raises RoutingError for files that are no traces or not of the
@@ -66,8 +62,10 @@ def write_response_page(traces: Sequence[Path], out: Path, *, row: int | None = 
     sides = [_rows(path) for path in traces]
     for path, other in zip(traces[1:], sides[1:], strict=True):
         if len(sides[0]) != len(other):
-            raise RoutingError(f"{traces[0]} contains {len(sides[0])} responses, but {path} contains {len(other)}. "
-                               "Give traces of the same tokens.")
+            raise RoutingError(
+                f"{traces[0]} contains {len(sides[0])} responses, but {path} contains {len(other)}. "
+                "Give traces of the same tokens."
+            )
         for i, (a, b) in enumerate(zip(sides[0], other, strict=True)):
             _check(a, b, f"row {i} of {traces[0]} and {path}")
     if not sides[0]:
@@ -76,45 +74,30 @@ def write_response_page(traces: Sequence[Path], out: Path, *, row: int | None = 
         row = max(range(len(sides[0])), key=lambda i: _changed(sides[0][i], sides[1][i]))
     if not 0 <= row < len(sides[0]):
         raise ConfigError(f"--row {row}: the traces have rows 0 to {len(sides[0]) - 1}")
-    if warning := reversed_order(traces[:2], [side[row].versions for side in sides[:2]]):
-        warnings.warn(warning, stacklevel=2)
     shown = [side[row] for side in sides]
-    data = _data(shown, row, traces, _tokenizer(tokenizer, traces[0])) | {"warning": warning}
+    data = _data(shown, row, traces, _tokenizer(tokenizer, traces[0]))
     write_page("moe_rl.analysis", "response_page.html", f"routes of response {row}: {traces[0].name}", data, out)
     return row
-
-
-def reversed_order(paths: Sequence[Path], versions: Sequence[tuple[str | None, ...]]) -> str | None:
-    """Says so where the weights of the first trace are later than those of the second: by the last number in their
-    versions or, where that does not tell, by when the files were written."""
-    steps = [[int(number[-1][-18:]) for v in of if v and (number := re.findall(r"\d+", v))] for of in versions]
-    if all(steps):
-        if min(steps[0]) <= max(steps[1]):
-            return None
-        why = f"its weights are {versions[0][0]!r} and those of the other trace are {versions[1][0]!r}"
-    elif (late := paths[0].stat().st_mtime - paths[1].stat().st_mtime) > LATER:
-        why = f"it was written {late:.0f} s after the other trace"
-    else:
-        return None
-    return f"{paths[0]} is shown as 'before', but {why}. Check the order of the traces."
 
 
 def _rows(path: Path) -> list[Response]:
     trace, beside = RoutingTrace.load(path), RoutingTrace.load_beside(path)
     response, logprobs = beside.get("response"), beside.get("logprobs")
     gates = beside.get("gates", trace.gates)
-    found = []
+    rows = []
     for b, mask in enumerate(trace.attention_mask):
-        found.append(Response(
-            layout=trace.layout,
-            experts=signed(trace.experts[b][mask]),
-            tokens=None if trace.tokens is None else trace.tokens[b][mask].long(),
-            gates=None if gates is None else gates[b][mask].float(),
-            response=mask[mask] if response is None else response[b][mask].bool(),
-            logprobs=None if logprobs is None else logprobs[b][mask].float(),
-            versions=trace.weights,
-        ))
-    return found
+        rows.append(
+            Response(
+                layout=trace.layout,
+                experts=signed(trace.experts[b][mask]),
+                tokens=None if trace.tokens is None else trace.tokens[b][mask].long(),
+                gates=None if gates is None else gates[b][mask].float(),
+                response=mask[mask] if response is None else response[b][mask].bool(),
+                logprobs=None if logprobs is None else logprobs[b][mask].float(),
+                versions=(trace.weight_version,),
+            )
+        )
+    return rows
 
 
 def _check(a: Response, b: Response, where: str) -> None:
@@ -154,8 +137,10 @@ def _data(
     else:
         texts = spell(ids, tokenizer)
     return {
-        "names": [str(path) + f" (weights {', '.join(map(str, side.versions))})" * any(side.versions)
-                  for path, side in zip(paths, sides, strict=True)],
+        "names": [
+            str(path) + f" (weights {', '.join(map(str, side.versions))})" * any(side.versions)
+            for path, side in zip(paths, sides, strict=True)
+        ],
         "row": row,
         "k": a.layout.top_k,
         "sites": [{"name": s.name, "layer": s.decoder_layer, "k": s.top_k} for s in a.layout.sites],

@@ -12,7 +12,7 @@ from moe_rl.cli.verbs import argument, verb
     examples="""
   moe-rl methods                      all methods
   moe-rl methods sapo                 its components, equations and source
-  moe-rl methods trl:gspo             TRL's default, compared with the paper
+  moe-rl methods trl:gspo             TRL's default
   moe-rl methods "gspo+rollout+kl(coef=0.001)"   any arm""",
 )
 def methods(options: argparse.Namespace) -> int:

@@ -27,8 +27,9 @@ def new(options: argparse.Namespace) -> int:
     """Write the folder. Nothing that is there is touched."""
     folder, name = options.folder, options.folder.name
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} cannot be the name of a module. Use letters, digits and '_' only, and begin with "
-                          "a letter.")
+        raise ConfigError(
+            f"{name!r} cannot be the name of a module. Use letters, digits and '_' only, and begin with a letter."
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty ({folder.absolute()}). Choose another name.")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from moe_rl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moe_rl.config import RunConfig
     from moe_rl.study.declaration import Planned, Study
     from moe_rl.study.workers import Failure
 
@@ -33,24 +31,38 @@ TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
     argument("--steps", type=int, metavar="N", help="length of every run"),
     argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs (default: runs)"),
     JOBS,
-    argument("--launcher", default="local", metavar="NAME",
-             help="slurm, or a file with its settings: docs/studies.md"),
+    argument("--launcher", default="local", metavar="NAME", help="slurm, or a file with its settings: docs/studies.md"),
     argument("--task", help="reasoning_gym:…, jsonl:FILE, module:Class (docs/tasks.md)"),
     argument("--arms", metavar="A,B", help="run only these arms of the study"),
-    argument("--arm", action="append", default=[], metavar="ARM",
-             help="run this arm instead; without comparisons of the study, the first one is "
-                  "the baseline"),
-    argument("--set", action="append", default=[], metavar="K=V", dest="settings",
-             help="change a setting, e.g. optimizer.lr=1e-4: docs/settings.md"),
+    argument(
+        "--arm",
+        action="append",
+        default=[],
+        metavar="ARM",
+        help="run this arm instead; without comparisons of the study, the first one is the baseline",
+    ),
+    argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="K=V",
+        dest="settings",
+        help="change a setting, e.g. optimizer.lr=1e-4: docs/settings.md",
+    ),
     argument("--policy", metavar="NAME", help="hf, or on several processes fsdp or 'megatron(ep=2)'"),
     argument("--trainer", metavar="NAME", help="verl: train with verl's PPO trainer (docs/your_trainer.md)"),
-    argument("--track", action="append", default=[], metavar="NAME",
-             help="tensorboard or wandb, or NAME=FOLDER (docs/studies.md)"),
+    argument(
+        "--track",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="tensorboard or wandb, or NAME=FOLDER (docs/studies.md)",
+    ),
     MIX_CODE,
     examples="""
   moe-rl run routing_replay --dry-run     print cost and warnings
   moe-rl run routing_replay --seeds 8     also continues a stopped study
-  moe-rl run routing_replay --arms gspo   one arm; the others can follow
+  moe-rl run routing_replay --arms gspo_short   one arm; the others can follow
   moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)"
   moe-rl run my_study.py --steps 200      also extends finished runs
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy fsdp
@@ -62,58 +74,71 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from moe_rl import ranks
-    from moe_rl.config import parse_settings
     from moe_rl.results import printed
     from moe_rl.storage.terminal import say
-    from moe_rl.study.declaration import QUICK_STEPS, load_study_file, write_declaration
-    from moe_rl.study.workers import at_a_time, preflight, run_study, unfinished
+    from moe_rl.study.declaration import QUICK_STEPS, load_study_file, name_namesake, write_declaration
+    from moe_rl.study.rehearsal import require_writable
+    from moe_rl.study.workers import at_a_time, beside, preflight, unfinished
 
     cluster, options.settings = _launcher(options)
     study, options.settings = _other_trainer(load_study_file(options.study), options)
     jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
     options.track = [_with_folder(tracker) for tracker in options.track]
-    changes: dict[str, Any] = {"task": options.task} if options.task else {}
-    changes |= {"policy": options.policy} if options.policy else {}
-    changes |= parse_settings(study.base.replace(**changes), options.settings)
-    cautions = _changed_setting(study, changes)
-    study = study.with_settings(changes)
-    whole = study = study.quick_form() if options.quick else study
-    chosen = [*study.own_arms(options.arms), *options.arm]
-    study = study.with_arms(chosen)
+    declared = _with_settings(study, options)
+    declared = declared.quick_form() if options.quick else declared
+    own_arms = declared.own_arms(options.arms)
+    study = declared.with_arms(options.arm, own_arms)
     steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
     planned = study.runs(options.out, _seeds(options.seeds, study.seeds), steps)
     printed.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)
-    cautions += ranks.from_rank_0(lambda: preflight(study, planned))
+    arms = dict.fromkeys(p.config.arm for p in planned)
+    cautions = [f"{text}. Give the arm another name." for text in map(name_namesake, arms) if text]
+    ranks.from_rank_0(lambda: require_writable(options.out / study.name))
+    cautions += ranks.from_rank_0(lambda: preflight(study, planned, elsewhere=options.dry_run or cluster is not None))
     if options.dry_run:
         printed.print_plan(console, study, planned, jobs if cluster is None else options.jobs or len(planned))
-    cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned, options.dry_run))
-    if options.dry_run:
-        _print_commands(console, study, planned)
+    cautions += ranks.from_rank_0(lambda: _previewed(console, study, planned))
     for caution in cautions:
         say(console, ("warning", "yellow"), f" {caution}", wrap=True)
-    ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # what refuses, refuses before anything is written
+    ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # refuses before anything is written
     if options.dry_run:
-        if cluster is not None:
-            words = _slurm("arguments")(study.name, Path("…"), cluster, len(planned), options.jobs)
-            say(console, f"sbatch {shlex.join(words)}")
+        if command := beside(study, "command"):  # of another trainer
+            for p in planned:
+                say(console, ("command", "bold"), f" {command(p.config, p.path)}")
         return 0
-    if changed := ranks.from_rank_0(lambda: write_declaration(
-            whole if {*study.arms} <= {*whole.arms} else study, options.out, keep=bool(chosen))):
-        say(console, ("warning", "yellow"), f" {options.out / study.name} contains runs of an earlier version of the "
-            f"study (changed: {', '.join(changed)}). The new version is used; to keep both, give the study another "
-            "name.", wrap=True)
+    written, keep = declared if {*study.arms} <= {*declared.arms} else study, bool(own_arms or options.arm)
+    if changed := ranks.from_rank_0(lambda: write_declaration(written, options.out, keep=keep)):
+        text = f" {options.out / study.name} contains runs of an earlier version of the study, with another "
+        say(console, ("warning", "yellow"), text + ", ".join(changed), wrap=True)
+    return _carried_out(console, study, planned, jobs, cluster, options)
+
+
+def _carried_out(
+    console: Console, study: Study, planned: Sequence[Planned], jobs: int, cluster: Any, options: argparse.Namespace
+) -> int:
+    """Submit the runs to a cluster, or carry them out and print the study; the exit code."""
+    from moe_rl import ranks
+    from moe_rl.results import printed
+    from moe_rl.storage.terminal import say
+    from moe_rl.study.workers import run_study
+
+    how: dict[str, Any] = {"cache": options.out / ".cache", "trackers": options.track, "mix_code": options.mix_code}
     if cluster is not None:
-        return _submitted(console, study, planned, cluster, options)
-    failures = run_study(study, planned, cache=options.out / ".cache", jobs=jobs, trackers=options.track,
-                         mix_code=options.mix_code, console=console)
+        ids, queued = _slurm("submit")(study, planned, cluster, jobs=options.jobs, **how)
+        submitted = f"submitted as job {' and '.join(ids)}" if ids else "nothing to submit"
+        say(console, f"{study.name}: {submitted}" + f"; {queued} runs are already in the queue" * bool(queued))
+        return 0
+    failures = run_study(study, planned, jobs=jobs, console=console, **how)
     if ranks.launched():
         ranks.leave()
     code = _failed(failures)
     if ranks.rank() == 0 and len(failures) < len(planned):
-        printed.print_study(console, options.out / study.name, mix_code=options.mix_code,
-                           only=[p.path for p in planned], trust=True)  # the study file itself is code
+        paths, folder = [p.path for p in planned], options.out / study.name
+        printed.print_study(  # the study file itself is code, so it is trusted
+            console, folder, mix_code=options.mix_code, only=paths, trust=True, study_file=study.file
+        )
     return code
 
 
@@ -122,14 +147,13 @@ def run(options: argparse.Namespace) -> int:
     argument("--out", type=Path, default=Path("again"), help="folder of the new runs (default: again)"),
     argument("--steps", type=int, help="run and compare only the first steps (default: all steps)"),
     JOBS,
-    argument("--trust", action="store_true",
-             help="run the code from outside moe_rl that the rows name"),
+    argument("--trust", action="store_true", help="run the code from outside moe_rl that the rows name"),
     examples="""
-  moe-rl rerun studies/results/routing_replay --out again   every run
-  moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --out again
-  moe-rl rerun studies/results/routing_replay/gspo/base/seed=0 --steps 3
+  moe-rl rerun studies/routing_replay --out again   every run
+  moe-rl rerun studies/routing_replay/gspo/lag=0/seed=0 --out again
+  moe-rl rerun studies/routing_replay/gspo/lag=0/seed=0 --steps 3
                                 only three steps: seconds
-  moe-rl rerun studies/results/why_gspo --out again --trust
+  moe-rl rerun studies/many_turns --out again --trust
                                 its rows use losses of studies/""",
 )
 def rerun(options: argparse.Namespace) -> int:
@@ -138,15 +162,23 @@ def rerun(options: argparse.Namespace) -> int:
 
     from moe_rl.study.rerun import rerun as run_again
 
-    return _failed(run_again(options.folder, options.out, jobs=options.jobs, console=Console(), steps=options.steps,
-                             trusted=lambda code: options.trust or _confirmed(code)))
+    return _failed(
+        run_again(
+            options.folder,
+            options.out,
+            jobs=options.jobs,
+            console=Console(),
+            steps=options.steps,
+            trust=options.trust,
+        )
+    )
 
 
 @verb(
     argument("folder", type=Path, help="folder of a study, an arm or a run"),
     examples="""
   moe-rl cancel runs/routing_replay         all its runs
-  moe-rl cancel runs/routing_replay/gspo    the runs of one arm
+  moe-rl cancel runs/routing_replay/gspo_short   the runs of one arm
 Checkpoints are kept: `moe-rl run STUDY --launcher slurm` continues the runs.""",
 )
 def cancel(options: argparse.Namespace) -> int:
@@ -159,7 +191,7 @@ def cancel(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("plan", help="plan.json of `moe-rl run STUDY --launcher slurm`, or - for stdin"),
+    argument("plan", help="plan.json of `moe-rl run STUDY --launcher slurm`"),
     argument("number", type=int, help="number of the run in the plan, from 0"),
     argument("--stop", type=Path, metavar="FILE", help="save the next step and exit once this file exists"),
     examples="""
@@ -169,9 +201,7 @@ SIGTERM and SIGUSR1 work like --stop.""",
 )
 def work(options: argparse.Namespace) -> int:
     """The worker process of a study, on any machine. It runs the code that its plan names."""
-    from moe_rl.study.workers import work as carried_out
-
-    return carried_out(options.plan, options.number, options.stop)
+    return _slurm("work")(options.plan, options.number, options.stop)
 
 
 def _launcher(options: argparse.Namespace) -> tuple[Any, list[str]]:
@@ -182,20 +212,9 @@ def _launcher(options: argparse.Namespace) -> tuple[Any, list[str]]:
     cluster = _slurm("launcher")(options.launcher, its) if its or options.launcher != "local" else None
     if cluster is not None:
         if ranks.launched():
-            raise ConfigError("--launcher slurm does not work under torchrun. Leave torchrun out, and give the "
-                              "processes of a run with --set launcher.ranks=N.")
+            raise ConfigError("--launcher slurm does not work under torchrun. Use --set launcher.ranks=N instead.")
         ranks.plan_for(cluster.ranks)
     return cluster, [text for text in options.settings if text not in its]
-
-
-def _print_commands(console: Console, study: Study, planned: Sequence[Planned]) -> None:
-    """What another trainer would be called with for each run, where the study has one that says it."""
-    from moe_rl.storage.terminal import say
-    from moe_rl.study.workers import beside
-
-    if command := beside(study, "command"):
-        for p in planned:
-            say(console, ("command", "bold"), f" {command(p.config, p.path)}")
 
 
 def _other_trainer(study: Study, options: argparse.Namespace) -> tuple[Study, list[str]]:
@@ -228,59 +247,37 @@ def _with_folder(tracker: str) -> str:
     return f"{tracker.partition('=')[0]}={folder.absolute()}"
 
 
-def _submitted(console: Console, study: Study, planned: Sequence[Planned], cluster: Any,
-               options: argparse.Namespace) -> int:
-    from moe_rl.storage.terminal import say
+def _with_settings(study: Study, options: argparse.Namespace) -> Study:
+    """The study with --task, --policy and --set."""
+    from moe_rl.config import parse_settings
 
-    ids, queued = _slurm("submit")(study, planned, cluster, cache=options.out / ".cache", jobs=options.jobs,
-                                   trackers=options.track, mix_code=options.mix_code)
-    folder = options.out / study.name
-    what = f"submitted as job {' and '.join(ids)}" if ids else "nothing to submit"
-    say(console, f"{study.name}: {what}" + f"; {queued} runs are already in the queue" * bool(queued))
-    say(console, f"moe-rl runs list {folder}     states of the runs\n"
-                 f"moe-rl cancel {folder}   remove them from the queue\n"
-                 f"moe-rl plot {folder}     tables and figures of the finished runs")
-    return 0
+    changes: dict[str, Any] = {"task": options.task} if options.task else {}
+    changes |= {"policy": options.policy} if options.policy else {}
+    return study.with_settings(changes | parse_settings(study.base.replace(**changes), options.settings))
 
 
-def _changed_setting(study: Study, changes: Mapping[str, Any]) -> list[str]:
-    """A caution where `changes` ask for another task or model, and leave settings that were chosen for the old one."""
-    run = study.base.replace(**changes)
-    left = [name for name in ("optimizer.lr", "max_new_tokens", "cold_start.target") if name not in changes]
-    if not left or (run.task, _architecture(run)) == (study.base.task, _architecture(study.base)):
-        return []
-    return [f"the settings of {study.name} were chosen for {study.base.task} on {study.base.model.name}. Check "
-            f"{', '.join(left)}, and set them with --set."]
-
-
-def _architecture(run: RunConfig) -> tuple[Any, ...]:
-    return run.model.name, run.model.overrides
-
-
-def _previewed(console: Console, study: Study, planned: Sequence[Planned], dry: bool) -> list[str]:
-    """Print what runs ask and are given for it; what speaks against it. Without a check beside the trainer it is not
-    known what its runs are made of, and a dry run says so."""
+def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:
+    """Print what the runs ask; returns cautions. Without a check beside the trainer nothing is known of the runs."""
     from moe_rl.storage import folder as runs
     from moe_rl.storage.terminal import say
-    from moe_rl.study.declaration import TRAINER
-    from moe_rl.study.rehearsal import previews
-    from moe_rl.study.workers import checked_by
+    from moe_rl.study.rehearsal import preview
+    from moe_rl.study.workers import beside
 
-    if checked_by(study) is None:
-        return [f"the trainer {study.trainer} has no function `check` beside it, so task, settings and components are "
-                "not tried before its runs start."] if dry else []
-    found = previews(p.config for p in planned)
-    paces = [pace for p in planned if (pace := runs.state(p.path).get("seconds_per_step"))]
-    measured = f"{statistics.median(paces):.2g} s a step, measured on {len(paces)} of these runs" if paces else ""
-    unknown = "" if study.seconds_per_step else "unknown before the first steps"
-    for one in found:
-        for name, text in (*one.lines, *[("time", measured or unknown)] * bool(measured or unknown)):
+    if beside(study, "check") is None:
+        return []
+    cautions: list[str] = []
+    names = ("task", "model", "max_new_tokens", "eval_prompts", "prompts_per_step")
+    different = {str([*(getattr(p.config, name) for name in names), p.config.cold_start.target]): p for p in planned}
+    for p in different.values():
+        lines, more = preview(p.config)
+        cautions += more
+        for name, text in lines:
             say(console, (f"{name:<8}", "bold"), f" {text}", wrap=True)
-    if study.trainer == TRAINER:  # it cannot be measured afterwards
-        rare = ", ".join(dict.fromkeys(str(p.config.measure.detail_every) for p in planned))
-        say(console, ("measured", "bold"), f" every {rare} steps only: changes per update and layer, attribution, "
-            "noise floor (measure.detail_every)", wrap=True)
-    return list(dict.fromkeys(caution for one in found for caution in one.cautions))
+    paces = [pace for p in planned if (pace := runs.state(p.path).get("seconds_per_step"))]
+    if paces:
+        text = f" {statistics.median(paces):.2g} s a step, measured on {len(paces)} of these runs"
+        say(console, ("time", "bold"), text, wrap=True)
+    return list(dict.fromkeys(cautions))
 
 
 def _failed(failures: list[Failure]) -> int:
@@ -293,15 +290,6 @@ def _failed(failures: list[Failure]) -> int:
     return 0 if not failures else 2 if all(f.expected for f in failures) else 1
 
 
-def _confirmed(code: list[str]) -> bool:
-    """Ask whoever sits at a terminal; nobody else can say yes."""
-    if not sys.stdin.isatty():
-        return False
-    print("the rows name code from outside moe_rl, or another trainer's options, which this command would run:", *code,
-          sep="\n  ")
-    return input("run it? [y/N] ").strip().lower() in ("y", "yes")
-
-
 def _seeds(text: str | None, declared: Sequence[int]) -> list[int] | None:
     """A list, or 0 … N−1; not where N is one of a study's own seeds and those begin elsewhere, as 403 of 400 to 403."""
     if text is None:
@@ -309,10 +297,12 @@ def _seeds(text: str | None, declared: Sequence[int]) -> list[int] | None:
     try:
         numbers = [int(part) for part in text.removesuffix(",").split(",")]
     except ValueError as error:
-        raise ConfigError(f"--seeds {text} is not a number N or a list such as 0,1,2") from error
-    if min(numbers) < 0:
-        raise ConfigError(f"--seeds {text}: seeds must not be negative. Give a number N, or a list such as 0,1,2.")
+        raise ConfigError(f"--seeds {text!r} is not a number N, for seeds 0 to N-1, or a list such as 0,1,2") from error
+    if min(numbers) < 0 or "," not in text and numbers[0] > 10_000:
+        raise ConfigError(f"--seeds {text}: seeds must not be negative, nor N above 10,000. Give N, or a list 0,1.")
     if "," not in text and 0 not in declared and numbers[0] in declared:
-        raise ConfigError(f"--seeds {text} means seeds 0 to {numbers[0] - 1}, but the study declares the seed {text}. "
-                          f"For that seed write --seeds {text}, with the comma.")
+        raise ConfigError(
+            f"--seeds {text} means seeds 0 to {numbers[0] - 1}, but the study declares the seed {text}. "
+            f"For that seed write --seeds {text}, with the comma."
+        )
     return numbers if "," in text else list(range(max(numbers[0], 1)))  # --seeds 0 can only mean the seed 0

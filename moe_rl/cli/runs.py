@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -21,31 +20,33 @@ from moe_rl.metrics.rounding import number
     argument("folder", type=Path, nargs="?", default=Path("runs")),
     examples="""
   moe-rl runs list                               every run below runs/
-  moe-rl runs list runs/routing_replay/gspo      one arm""",
+  moe-rl runs list runs/routing_replay/gspo_short   one arm""",
 )
 def list_runs(options: argparse.Namespace) -> int:
     """A line per run. A folder of runs needs neither pandas nor torch."""
     from moe_rl.storage.folder import run_folders, state
     from moe_rl.storage.terminal import duration, harmless, table
 
-    found = [(path, state(path)) for path in run_folders(options.folder)]
-    for path, now in found:
-        now["without_signal"] = _without_signal(path)
-    found += _submitted(options.folder, found)
-    found = found or _collected_runs(options.folder)
-    if not found:
-        raise ConfigError(f"no run below {options.folder}. Give a folder of studies, or a study: it contains "
-                          "ARM/CONDITION/seed=N.")
-    rows: list[tuple[str, ...]] = [("run", "state", "step", "reward", "changed", "left", "")]
-    for path, now in found:
+    states = [(path, state(path)) for path in run_folders(options.folder)]
+    states += _submitted(options.folder, states)
+    if not states:
+        raise ConfigError(f"no run below {options.folder}. Give a folder of studies, or a study.")
+    rows: list[tuple[str, ...]] = [("run", "state", "step", "reward", "changed", "left")]
+    for path, now in states:
         age = f"{duration(time.time() - now['updated'])} ago" if "updated" in now else ""
         left = duration(now["seconds_left"]) if now.get("seconds_left") else ""
         reward = number(now["reward"], ".3f") if now.get("reward") is not None else ""
-        reached = f", finished to {now['finished']}" if "finished" in now else ""
-        reached += f" ({now['scheduler']})" if now.get("scheduler") else ""
-        silent = min(now.get("without_signal") or [0]) == 1
-        rows.append((str(path), now["state"] + reached, f"{now['step']}/{now['steps']}", reward, age, left,
-                     "all rewards of every group were equal: no gradient" if silent else ""))
+        scheduler = f" ({now['scheduler']})" if now.get("scheduler") else ""
+        rows.append(
+            (
+                str(path),
+                now["state"] + scheduler,
+                f"{now['step']}/{now['steps']}",
+                reward,
+                age,
+                left,
+            )
+        )
     print(*map(harmless, table(rows)), sep="\n")
     return 0
 
@@ -53,7 +54,7 @@ def list_runs(options: argparse.Namespace) -> int:
 @verb(
     argument("run", type=Path),
     examples="""
-  moe-rl runs show runs/routing_replay/gspo/base/seed=0
+  moe-rl runs show runs/routing_replay/gspo_short/lag=0/seed=0
                                 configuration, versions and the last rows""",
 )
 def show(options: argparse.Namespace) -> int:
@@ -84,8 +85,12 @@ def show(options: argparse.Namespace) -> int:
 @verb(
     argument("run", type=Path),
     argument("--step", metavar="N[:M]", help="a step, or a range of steps (default: the last stored)"),
-    argument("--sort", default="reward", metavar="BY",
-             help="reward, length, ratio, advantage, clipped, flips or step (default: reward)"),
+    argument(
+        "--sort",
+        default="reward",
+        metavar="BY",
+        help="reward, length, ratio, advantage, clipped, flips or step (default: reward)",
+    ),
     argument("--best", type=int, metavar="N", help="the N highest of all steps, or of --step"),
     argument("--worst", type=int, metavar="N", help="the N lowest of them"),
     argument("--page", type=Path, metavar="FILE", help="write a web page of all steps instead"),
@@ -104,8 +109,7 @@ def read(options: argparse.Namespace) -> int:
 
     if options.page is not None:
         if (options.step, options.sort, options.best, options.worst) != (None, "reward", None, None):
-            raise ConfigError("--page shows every step and can be sorted. Leave out --step, --sort, --best and "
-                              "--worst.")
+            raise ConfigError("--page shows every step. Leave out --step, --sort, --best and --worst.")
         write_rollouts_page(options.run, options.page)
         print(f"{options.page}: open it in any browser")
         return 0
@@ -144,66 +148,38 @@ def diff(options: argparse.Namespace) -> int:
     from moe_rl.storage.frames import settings_that_differ
     from moe_rl.storage.terminal import harmless
 
-    for path in (options.a, options.b):
-        if not (path / "manifest.json").exists():
-            raise ConfigError(f"{path} is not a run: it has no manifest.json. See `moe-rl runs list`.")
     for key, (a, b) in settings_that_differ(options.a, options.b).items():
         print(harmless(f"{key}: {a!r} | {b!r}"))
-    found = first_difference(options.a, options.b)
-    if found is None:
+    difference = first_difference(options.a, options.b)
+    if difference is None:
         print("all rows are equal (seconds_* and memory_* are not compared)")
         return 0
-    where = ", ".join(f"{k} {v}" for k, v in found.row.items())
-    if found.column is None:
-        print(harmless(f"{found.table}: {where} exists only in {options.a if found.a else options.b}"))
+    where = ", ".join(f"{k} {v}" for k, v in difference.row.items())
+    if difference.column is None:
+        print(harmless(f"{difference.table}: {where} exists only in {options.a if difference.a else options.b}"))
     else:
-        print(harmless(f"{found.table}: {where}: {found.column} = {found.a!r} | {found.b!r}"))
+        print(harmless(f"{difference.table}: {where}: {difference.column} = {difference.a!r} | {difference.b!r}"))
     return 1
 
 
 def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
     """Runs that were submitted to a cluster and have not begun; those that are `found` get what its scheduler says."""
-    from moe_rl.registry import import_optional
+    from moe_rl.registry import import_component
     from moe_rl.storage.folder import ENDED, state
     from moe_rl.storage.terminal import harmless
 
-    if (scheduled := import_optional("moe_rl.integrations.slurm:scheduled")) is None:
-        return []
     try:
-        waiting = scheduled(folder)
+        waiting = import_component("launcher", "slurm", "moe_rl.integrations.slurm:scheduled")(folder)
     except RunError as error:
         print(f"moe-rl: {harmless(str(error))}. The states of the scheduler are missing.", file=sys.stderr)
         return []
     for path, now in found:
         if (one := waiting.pop(path.absolute(), None)) and (one.live or now["state"] not in ENDED):
             now["scheduler"] = f"{one.task} {one.state or 'forgotten'}"
-    return [(path if folder.is_absolute() else Path(os.path.relpath(path)),
-             {**state(path, one.steps), "scheduler": f"{one.task} {one.state or 'forgotten'}"})
-            for path, one in waiting.items()]
-
-
-def _without_signal(path: Path) -> list[float]:
-    """Share of groups without signal, per step. Not by `read_rows`, whose comparisons have pyarrow import pandas; a run
-    whose tables are damaged is listed all the same."""
-    from moe_rl.storage.commits import read_parquet
-
-    whole, found = path / "steps.parquet", []
-    for file in [whole] if whole.exists() else sorted((path / "tables" / "steps").glob("step=*.parquet")):
-        with contextlib.suppress(RunError):
-            rows = read_parquet(file)
-            if "zero_variance_groups" in rows.column_names:
-                found += rows["zero_variance_groups"].drop_null().to_pylist()
-    return found
-
-
-def _collected_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    from moe_rl.storage.frames import collected
-
-    below = [folder] if collected(folder) else sorted(file.parent for file in folder.glob("*/runs.parquet"))
-    tables = [(study, frames) for study in below if (frames := collected(study)) is not None]
-    shares = {study: frames["steps"].groupby(["arm", "factors", "seed"])["zero_variance_groups"].apply(
-        lambda column: column.dropna().to_list())
-        for study, frames in tables if "zero_variance_groups" in frames["steps"]}
-    return [(study / run.path, {"state": run.state, "step": run.step, "steps": run.steps,
-                                "without_signal": shares.get(study, {}).get((run.arm, run.factors, run.seed), ())})
-            for study, frames in tables for run in frames.runs.itertuples()]
+    return [
+        (
+            path if folder.is_absolute() else Path(os.path.relpath(path)),
+            {**state(path, one.steps), "scheduler": f"{one.task} {one.state or 'forgotten'}"},
+        )
+        for path, one in waiting.items()
+    ]

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
-from moe_rl.errors import ConfigError
 
-TRUST = argument("--trust", action="store_true",
-                 help="run figures, metrics and a decision rule from outside moe_rl that the folder names")
+TRUST = argument(
+    "--trust",
+    action="store_true",
+    help="run figures, metrics and a decision rule from outside moe_rl that the folder names",
+)
 
 
 @verb(
@@ -21,7 +23,7 @@ TRUST = argument("--trust", action="store_true",
     TRUST,
     examples="""
   moe-rl plot runs/routing_replay                writes figures/
-  moe-rl plot studies/results/routing_replay     the same, from committed tables
+  moe-rl plot studies/routing_replay     the same, from committed tables
   moe-rl plot runs/routing_replay --unfinished   also unfinished runs
   moe-rl plot runs/my_sweep --all                all tables""",
 )
@@ -32,8 +34,14 @@ def plot(options: argparse.Namespace) -> int:
     from moe_rl.results import printed
 
     _make_importable(options)
-    printed.print_study(Console(), options.folder, mix_code=options.mix_code, unfinished=options.unfinished,
-                       everything=options.all, trust=options.trust)
+    printed.print_study(
+        Console(),
+        options.folder,
+        mix_code=options.mix_code,
+        unfinished=options.unfinished,
+        everything=options.all,
+        trust=options.trust,
+    )
     return 0
 
 
@@ -44,14 +52,14 @@ def plot(options: argparse.Namespace) -> int:
     TRUST,
     examples="""
   moe-rl report runs/routing_replay              writes report.html
-  moe-rl report studies/results/routing_replay --out page.html
-  moe-rl report studies/results/why_gspo --trust
+  moe-rl report studies/routing_replay --out page.html
+  moe-rl report studies/many_turns --trust
                                 with its decision rule""",
 )
 def report(options: argparse.Namespace) -> int:
     """Write the page of a study."""
     from moe_rl.results.study_page import card_file, write_study_page
-    from moe_rl.storage.commits import replaced
+    from moe_rl.storage.links import replaced
 
     _make_importable(options)
     out = options.out or replaced(options.folder / "report.html")
@@ -63,24 +71,21 @@ def report(options: argparse.Namespace) -> int:
 @verb(
     argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
     argument("--out", type=Path, required=True, help="folder to write"),
-    argument("--also", action="append", default=[], metavar="PATTERN",
-             help="add columns, e.g. 'margin_*'; may be repeated"),
-    argument("--without", action="append", default=[], metavar="PATTERN",
-             help="remove columns, e.g. 'layers:engine_*'; may be repeated"),
+    argument(
+        "--also", action="append", default=[], metavar="PATTERN", help="add columns, e.g. 'margin_*'; may be repeated"
+    ),
     MIX_CODE,
     examples="""
-  moe-rl runs collect runs/routing_replay --out studies/results/routing_replay
+  moe-rl runs collect runs/routing_replay --out studies/routing_replay
   moe-rl runs collect runs/my_study --out results/my_study --also 'margin_*'
-plot, report, rerun, runs list, runs show and runs export also read the new
-folder.""",
+plot, report, rerun, runs show and runs export also read the new folder.""",
 )
 def collect(options: argparse.Namespace) -> int:
     """Write the compact tables, and say how large they are."""
     from moe_rl.storage.terminal import harmless
     from moe_rl.study.collect import collect as write_tables
 
-    written = write_tables(options.folder, options.out, also=options.also, without=options.without,
-                           mix_code=options.mix_code)
+    written = write_tables(options.folder, options.out, also=options.also, mix_code=options.mix_code)
     for file, size in written.items():
         print(harmless(f"{file}: {size / 1024:.0f} KB"))
     print(f"{sum(written.values()) / 1024:.0f} KB in all")
@@ -89,9 +94,12 @@ def collect(options: argparse.Namespace) -> int:
 
 @verb(
     argument("folder", type=Path),
-    argument("--to", default="csv", metavar="TO",
-             help="CSV folder (default: csv), or tensorboard, wandb or pkg.module:Class, optionally with =FOLDER"),
-    argument("--follow", action="store_true", help="send new rows to the tracker until you stop it"),
+    argument(
+        "--to",
+        default="csv",
+        metavar="TO",
+        help="CSV folder (default: csv), or tensorboard, wandb or pkg.module:Class, optionally with =FOLDER",
+    ),
     UNFINISHED,
     MIX_CODE,
     examples="""
@@ -107,22 +115,20 @@ def export(options: argparse.Namespace) -> int:
     """CSV files, floats with all their digits; or points."""
     from moe_rl.registry import Component, import_component
     from moe_rl.storage.frames import load_study
+    from moe_rl.storage.links import replaced
     from moe_rl.storage.terminal import harmless
 
     name = options.to.partition("=")[0]
     if name in ("tensorboard", "wandb") or Component(name).own:  # anything else can only be a folder
-        give = import_component("tracker", name, "moe_rl.integrations.trackers:export")
-        for line in give(options.folder, options.to, options.follow):
+        export_points = import_component("tracker", name, "moe_rl.integrations.trackers:export")
+        for line in export_points(options.folder, options.to):
             print(harmless(line), flush=True)
         return 0
-    if options.follow:
-        raise ConfigError(f"--follow needs a tracker, but {options.to} is a folder of CSV files. Use --to tensorboard "
-                          "or --to wandb.")
     frames = load_study(options.folder, unfinished=options.unfinished, mix_code=options.mix_code)
     folder = Path(options.to)
     folder.mkdir(parents=True, exist_ok=True)
     for name, frame in {"runs": frames.runs, **frames.tables}.items():
-        file = folder / f"{name}.csv"
+        file = replaced(folder / f"{name}.csv")
         frame.to_csv(file, index=False)
         print(f"{file}: {len(frame)} rows")
     for text in frames.left_out:

@@ -9,9 +9,7 @@ Help is printed without importing anything that reads tables: actions import wha
 from __future__ import annotations
 
 import argparse
-import difflib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Action = Callable[[argparse.Namespace], int]
@@ -30,37 +28,12 @@ class Verb(NamedTuple):
     def __call__(self, options: argparse.Namespace) -> int:
         return self.action(options)
 
-    @property
-    def options(self) -> list[str]:
-        """Its long options, `--help` first."""
-        return ["--help", *(flag for flags, _ in self.arguments for flag in flags if flag.startswith("--"))]
-
-    def parse(self, name: str, summary: str, words: Sequence[str]) -> argparse.Namespace:
-        """The options that `words` give. Ends the program with the usage where the command does not take them, and
-        with the help where they ask for it."""
-        narrow = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=20)
-        parser = argparse.ArgumentParser(f"moe-rl {name}", usage=f"moe-rl {name} [options] {self._required()}".rstrip(),
-                                         description=summary, epilog=f"examples:\n{self.examples.strip(chr(10))}",
-                                         allow_abbrev=False, formatter_class=narrow)
+    def fill(self, parser: argparse.ArgumentParser) -> None:
+        """Give a parser the arguments, the examples and the action."""
         for flags, settings in self.arguments:
             parser.add_argument(*flags, **settings)
-        options, unknown = parser.parse_known_args(words)
-        if unknown:
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], self.options[1:], n=2)
-            hint = f": did you mean {' or '.join(close)}?" if close else "."
-            parser.error(f"unknown argument {' '.join(unknown)}{hint} The options are {', '.join(self.options)}.")
-        return options
-
-    def _required(self) -> str:
-        """What the usage shows beside the options: `FOLDER --out OUT`."""
-        shown = []
-        for flags, settings in self.arguments:
-            if not flags[0].startswith("-"):
-                metavar = str(settings.get("metavar", flags[0]))
-                shown.append({"?": f"[{metavar}]", "+": f"{metavar} …"}.get(str(settings.get("nargs")), metavar))
-            elif settings.get("required"):
-                shown.append(f"{flags[0]} {flags[0].lstrip('-').upper()}")
-        return " ".join(shown)
+        parser.epilog = f"examples:\n{self.examples.strip(chr(10))}"
+        parser.set_defaults(action=self)
 
 
 def argument(*flags: str, **settings: Any) -> Argument:

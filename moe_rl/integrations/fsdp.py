@@ -25,7 +25,9 @@ from moe_rl.config import ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels
 from moe_rl.integrations.on_ranks import check_spread, from_rank_0, shared_rows
+from moe_rl.models.compilation import check_backend, compile_parts, decoder_layers, try_parts
 from moe_rl.models.load import LoadedModel, keep_routers_in, skeleton
+from moe_rl.models.master_weights import is_narrow
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import Objective
 from moe_rl.policies.hf import HFPolicy, Rows, cut, fill_rows, join, settings_of
@@ -34,13 +36,21 @@ from moe_rl.rollouts.engine import check_dtype
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, Scored, rows_of
+from moe_rl.types import MiniBatch, Rollouts, Scored, Stage, rows_of
 
 REDUCE = ("micro_batch", "update")
 """When ranks add up their gradients."""
 
 
-def _check(run: RunConfig, *, compute_dtype: str | None = None, reduce: str = "micro_batch") -> None:
+def _check(
+    run: RunConfig,
+    *,
+    compute_dtype: str | None = None,
+    reduce: str = "micro_batch",
+    master_weights: bool = True,
+    compile: str | None = None,
+) -> None:
+    check_backend(compile)
     check_spread(run, "a critic is a whole model of one process, and is not cut over ranks")
     check_dtype("policy.compute_dtype", compute_dtype)
     if reduce not in REDUCE:
@@ -56,16 +66,32 @@ def _check(run: RunConfig, *, compute_dtype: str | None = None, reduce: str = "m
 @needs("ranks")
 @checked(_check)
 def fsdp(
-    run: RunConfig, start: LoadedModel | None, frozen: bool, *, compute_dtype: str | None = None,
+    run: RunConfig,
+    start: LoadedModel | None,
+    frozen: bool,
+    *,
+    compute_dtype: str | None = None,
     reduce: str = "micro_batch",
-) -> FSDPPolicy:  # fmt: skip
+    master_weights: bool = True,
+    compile: str | None = None,
+) -> FSDPPolicy:
     """The policy `fsdp`: hf cut by FSDP2, each process a part of every layer. `compute_dtype`: in which forwards and
-    backwards compute, e.g. `bfloat16`; weights, sums of gradients and moments keep `model.dtype`, and routers compute
-    in `model.router_dtype` (default: all of it in `model.dtype`). `reduce`: ranks add up their gradients after every
-    `micro_batch`, or once per `update`, for which every rank holds the gradients of the whole model."""
-    weights = start.weights() if start else None
-    return FSDPPolicy(run.model, weights, run.optimizer, compute_dtype=compute_dtype, reduce=reduce,
-                      **settings_of(run, frozen))
+    backwards compute (default: `model.dtype`); routers compute in `model.router_dtype`, if it is set. Weights, sums of
+    gradients and moments are float32, 16 bytes a parameter. `master_weights=False` keeps them in `model.dtype`, and
+    loses most small steps in bfloat16. `reduce`: ranks add up their gradients after every `micro_batch`, or once per
+    `update`, for which every rank holds the gradients of the whole model. `compile`: as for `hf`."""
+    weights, config = start.weights() if start else None, run.model
+    if master_weights and is_narrow(getattr(torch, config.dtype)):
+        config, compute_dtype = config.replace(dtype="float32"), compute_dtype or config.dtype
+    return FSDPPolicy(
+        config,
+        weights,
+        run.optimizer,
+        compute_dtype=compute_dtype,
+        reduce=reduce,
+        compile=compile,
+        **settings_of(run, frozen),
+    )
 
 
 class FSDPPolicy(HFPolicy):
@@ -88,21 +114,22 @@ class FSDPPolicy(HFPolicy):
         *,
         compute_dtype: str | None = None,
         reduce: str = "micro_batch",
+        compile: str | None = None,
         **settings: Any,
     ):
         self.reduce = reduce
-        super().__init__(sharded(config, start, compute_dtype), optimizer, **settings)
+        super().__init__(sharded(config, start, compute_dtype, compile), optimizer, master_weights=False, **settings)
         self._head_is_apart = head_is_apart(self.model)  # now, since all ranks take part
 
     # ------------------------------------------------------------------ the verbs
     def score(
-        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
+        self, batch: Rollouts, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
         """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
         if routes is not None and len(order := _order(batch)) > len(batch):
             routes = routes.rows(order.clamp(max=len(batch) - 1))
-        found = super().score(_even(batch), routes, scores, noise)
-        return Scored(*(rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in vars(found).values()))
+        scored = super().score(_even(batch), routes, scores, noise)
+        return Scored(*(rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in vars(scored).values()))
 
     def save(self, folder: Path) -> None:
         """Write weights, moments and the number of updates with torch's distributed checkpoint, each rank its part. The
@@ -118,7 +145,7 @@ class FSDPPolicy(HFPolicy):
 
     # ------------------------------------------------------------------ how
     def _backward(
-        self, batch: Batch, objective: Objective, noise: Noise | None = None
+        self, batch: MiniBatch, objective: Objective, noise: Noise | None = None
     ) -> tuple[list, float, Mapping[str, float]]:
         outputs, loss, metrics = super()._backward(_even(batch), objective, noise)
         total = ranks.sum_over_ranks({"loss": loss, **metrics})
@@ -129,7 +156,7 @@ class FSDPPolicy(HFPolicy):
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last or self.reduce == "micro_batch")
 
-    def _cut(self, batch: Batch, most: int) -> list[Rows]:
+    def _cut(self, batch: Rollouts, most: int) -> list[Rows]:
         """Those of this rank; under a budget of tokens its forwards are halved until it has as many as any other."""
         order = torch.arange(len(batch))
         if self.micro_batch_tokens is not None:
@@ -142,27 +169,33 @@ class FSDPPolicy(HFPolicy):
             cuts[largest : largest + 1] = cuts[largest].tensor_split(2)
         return list(cuts)
 
-    def _join(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
+    def _join(self, parts: list[tuple], batch: Rollouts, cuts: list[Rows]) -> list:
         rows = [index for index in cuts if isinstance(index, Tensor)]  # all of them, here
-        traces = {n: shared_rows(kind, rows, batch) for n, kind in enumerate(zip(*parts, strict=True))
-                  if isinstance(kind[0], RoutingTrace)}
+        traces = {
+            n: shared_rows(kind, rows, batch)
+            for n, kind in enumerate(zip(*parts, strict=True))
+            if isinstance(kind[0], RoutingTrace)
+        }
         rest = [tuple(None if n in traces else x for n, x in enumerate(part)) for part in parts]
         everywhere = ranks.gather((rest, cuts))
-        found = join([part for parts, _ in everywhere for part in parts], batch,
-                     [rows for _, cuts in everywhere for rows in cuts])
-        return [traces.get(n, x) for n, x in enumerate(found)]
+        joined = join(
+            [part for parts, _ in everywhere for part in parts],
+            batch,
+            [rows for _, cuts in everywhere for rows in cuts],
+        )
+        return [traces.get(n, x) for n, x in enumerate(joined)]
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "updates": self.updates}
 
 
-def _order(batch: Batch) -> Tensor:
+def _order(batch: Rollouts) -> Tensor:
     """Rows that ranks can share evenly: those of the batch, and beyond."""
     return torch.arange(len(batch) + -len(batch) % ranks.world())
 
 
-def _even(batch: Batch) -> Batch:
+def _even(batch: Stage) -> Stage:
     """The batch filled up to those, where it must be: a copy, routes and all."""
     order = _order(batch)
     return batch if len(order) == len(batch) else fill_rows(batch, order)
@@ -176,7 +209,12 @@ class _Writer(FileSystemWriter):
 
 
 # ---------------------------------------------------------------------- the model
-def sharded(config: ModelConfig, start: Mapping[str, Tensor] | None, compute_dtype: str | None = None) -> nn.Module:
+def sharded(
+    config: ModelConfig,
+    start: Mapping[str, Tensor] | None,
+    compute_dtype: str | None = None,
+    compile: str | None = None,
+) -> nn.Module:
     """A model of which every rank holds a part of each parameter: every decoder layer is gathered by itself when it
     runs, and what is left of the model as one. Its weights are those of `start`, on rank 0. Collective."""
     model: Any = skeleton(config)
@@ -191,6 +229,7 @@ def sharded(config: ModelConfig, start: Mapping[str, Tensor] | None, compute_dty
         keep_routers_in(model, getattr(torch, config.router_dtype))
         for site in find_sites(model):  # a group has one dtype
             fully_shard(site.module, **every)
+    parts = {} if compile is None else compile_parts(model, compile, getattr(torch, compute_dtype or config.dtype))
     for layer in layers_of(model):
         fully_shard(layer, **usual)
     fully_shard(model, **usual)
@@ -202,6 +241,8 @@ def sharded(config: ModelConfig, start: Mapping[str, Tensor] | None, compute_dty
     model.tie_weights()
     take_over(model, start)
     use_cpu_kernels(model)
+    if compile is not None:
+        try_parts(model, parts, compile)
     return model
 
 
@@ -209,20 +250,27 @@ def sharded(config: ModelConfig, start: Mapping[str, Tensor] | None, compute_dty
 def take_over(model: nn.Module, start: Mapping[str, Tensor] | None) -> None:
     """Give a sharded model weights and buffers that rank 0 has, tensor by tensor. Collective."""
     for name, mine in (dict(model.named_buffers()) | model.state_dict()).items():
-        full = start[name].to(mine.device, mine.dtype).contiguous() if start is not None else \
-            torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+        full = (
+            start[name].to(mine.device, mine.dtype).contiguous()
+            if start is not None
+            else torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+        )
         dist.broadcast(full, 0)
         mine.copy_(ranks.cut_as(mine, full))
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
     """The decoder's layers. Raises ConfigError for a model that cannot be cut layer by layer."""
-    layers = getattr(getattr(model, "get_decoder", lambda: None)(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ConfigError(f"policy='fsdp' needs a list of decoder layers, which {type(model).__name__} does not have. "
-                          "Use policy='hf'.")
+    layers = decoder_layers(model)
+    if layers is None:
+        raise ConfigError(
+            f"policy='fsdp' needs a list of decoder layers, which {type(model).__name__} does not have. "
+            "Use policy='hf'."
+        )
     routers = {id(p) for p in router_parameters(model)}
     if len(dtypes := {p.dtype for p in model.parameters() if id(p) not in routers}) > 1:
-        raise ConfigError(f"policy='fsdp' needs one dtype per layer, but {type(model).__name__} has several "
-                          f"({', '.join(sorted(map(str, dtypes)))}). Use model.dtype=float32.")
+        raise ConfigError(
+            f"policy='fsdp' needs one dtype per layer, but {type(model).__name__} has several "
+            f"({', '.join(sorted(map(str, dtypes)))}). Use model.dtype=float32."
+        )
     return layers

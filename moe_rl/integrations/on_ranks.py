@@ -1,4 +1,4 @@
-"""What all ranks of a parallel policy read, in the memory of a machine once."""
+"""Tensors that all ranks of a parallel policy read, once in the memory of a machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of
 from moe_rl.registry import Component
 from moe_rl.routing.trace import ROUTED, RoutingTrace
-from moe_rl.types import Batch
+from moe_rl.types import Rollouts
 
 T = TypeVar("T")
 CHUNK = 2**20
@@ -33,13 +33,17 @@ def check_spread(run: RunConfig, no_critic: str) -> None:
     if run.truncates and run.sampling_mask:
         raise ConfigError(
             f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: policy={policy!r} has no log-probs over the "
-            "kept tokens. Use policy='hf', or sampling_mask=False if engine and trainer may differ.")
+            "kept tokens. Use policy='hf', or sampling_mask=False if engine and trainer may differ."
+        )
     if run.measure.gradient_cosine:
-        raise ConfigError(f"measure.gradient_cosine=True: policy={policy!r} spreads its gradients over ranks. Use "
-                          "policy='hf'.")
+        raise ConfigError(
+            f"measure.gradient_cosine=True: policy={policy!r} spreads its gradients over ranks. Use policy='hf'."
+        )
     if "values" in advantage_of(run.arm).needs:
-        raise ConfigError(f"arm {run.arm.name!r} needs a critic, but policy={policy!r} has none: {no_critic}. Use "
-                          "policy='hf', or the advantage `returns`.")
+        raise ConfigError(
+            f"arm {run.arm.name!r} needs a critic, but policy={policy!r} has none: {no_critic}. Use "
+            "policy='hf', or the advantage `returns`."
+        )
 
 
 def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, bool]:
@@ -60,14 +64,16 @@ def one_per_machine(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, b
         os.close(handle)
     name = next((name for machine, name in ranks.gather((here, name)) if machine == here and name), None)
     try:
-        found = torch.from_file(name, shared=True, size=count, dtype=dtype) if name else torch.empty(0, dtype=dtype)
+        tensor = torch.from_file(name, shared=True, size=count, dtype=dtype) if name else torch.empty(0, dtype=dtype)
     except RuntimeError as error:
-        raise ConfigError(f"rank {ranks.rank()} cannot map {name}, which another rank on {here} created ({error}). Use "
-                          "one TMPDIR for all ranks of a machine.") from error
+        raise ConfigError(
+            f"rank {ranks.rank()} cannot map {name}, which another rank on {here} created ({error}). Use "
+            "one TMPDIR for all ranks of a machine."
+        ) from error
     dist.barrier()
     if first and name:
         os.unlink(name)
-    return found.view(tuple(shape)), first
+    return tensor.view(tuple(shape)), first
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
@@ -79,16 +85,18 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
     def outlined() -> tuple[Any, RoutingTrace | None]:
         found: Any = function()
-        if not isinstance(found, Batch) or found.rollout_routes is None:
+        if not isinstance(found, Rollouts) or found.rollout_routes is None:
             return found, None
         held.append(found.rollout_routes)
         return replace(found, rollout_routes=None), held[0].each(lambda _, x: x.to("meta"), ROUTED)
 
-    found, outline = ranks.from_rank_0(outlined)
+    batch, outline = ranks.from_rank_0(outlined)
     if outline is None:
-        return found
-    return replace(found, rollout_routes=outline.each(
-        lambda name, x: _from_rank_0(getattr(held[0], name) if held else None, x), ROUTED))
+        return batch
+    return replace(
+        batch,
+        rollout_routes=outline.each(lambda name, x: _from_rank_0(getattr(held[0], name) if held else None, x), ROUTED),
+    )
 
 
 def _from_rank_0(mine: Tensor | None, outline: Tensor) -> Tensor:
@@ -96,8 +104,11 @@ def _from_rank_0(mine: Tensor | None, outline: Tensor) -> Tensor:
     shared, fills = one_per_machine(outline.shape, outline.dtype)
     step = max(1, CHUNK // max(1, outline[:1].nbytes))
     for start in range(0, len(outline), step):
-        part = torch.empty(outline[start : start + step].shape, dtype=outline.dtype) if mine is None \
+        part = (
+            torch.empty(outline[start : start + step].shape, dtype=outline.dtype)
+            if mine is None
             else mine[start : start + step].contiguous()
+        )
         dist.broadcast(part.view(torch.uint8), 0)
         if fills:
             shared[start : start + step] = part
@@ -105,7 +116,7 @@ def _from_rank_0(mine: Tensor | None, outline: Tensor) -> Tensor:
     return shared
 
 
-def shared_rows(parts: Sequence[RoutingTrace], rows: Sequence[Tensor], batch: Batch) -> RoutingTrace:
+def shared_rows(parts: Sequence[RoutingTrace], rows: Sequence[Tensor], batch: Rollouts) -> RoutingTrace:
     """The traces of all forwards of all ranks, each over some rows of the batch, as one; collective, and every rank has
     as many. The ids are in the memory of a machine once, and a few rows of them at a time on the way."""
     layout = parts[0].layout

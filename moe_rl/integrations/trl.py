@@ -1,9 +1,8 @@
-"""Routing replay of the old policy or of the engine, and what routing and ratios do, in TRL's GRPOTrainer.
+"""Routing replay of the old policy or of the engine, with routing and ratio metrics, in TRL's GRPOTrainer.
 
 The routes are recorded in TRL's own forward for the old log-probs, or come from the engine with the completions. They
-travel as one more tensor of TRL's inputs, so that its shuffle and its split into mini-batches carry them. A training
-step is one replay scope, forward and backward. What was TRL's own stays TRL's own: with `routes="live"` losses and
-weights are the same bits.
+travel as one more tensor of TRL's inputs through its shuffle and its split into mini-batches. A training step is one
+replay scope, forward and backward. With `routes="live"` losses and weights are TRL's, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.integrations.monitor import Monitor
 from moe_rl.integrations.vllm.payloads import decode_routes
 from moe_rl.metrics.ratios import ratio_statistics
-from moe_rl.metrics.volatility import RouteChange, route_change
+from moe_rl.metrics.volatility import route_change
 from moe_rl.routing import RoutingTrace, layout_of, record_routing, replay_routing
 
 try:
     from transformers import TrainerCallback
-    from trl import GRPOTrainer
+    from trl import GRPOTrainer, __version__
 except ImportError as error:
     raise ImportError("moe_rl.integrations.trl needs TRL: pip install 'moe_rl[trl]'") from error
 
@@ -36,8 +35,15 @@ ENGINE_ROUTES = "routed_experts"
 """Key in what a `rollout_func` returns: one payload of an engine per completion, as `decode_routes` reads it."""
 ROUTES = ("old_policy", "rollout", "live")
 VOLATILITY = ("expert_change_rate", "any_change_rate", "any_layer_change")
-MONITORED = ("pull", "coverage", "load_entropy", "load_max_violation", "load_dead_experts", "router_confidence",
-             "margin_q50")
+MONITORED = (
+    "pull",
+    "coverage",
+    "load_entropy",
+    "load_max_violation",
+    "load_dead_experts",
+    "router_confidence",
+    "margin_q50",
+)
 RATIOS = tuple(
     f"{unit}_{statistic}"
     for unit in ("token", "sequence")
@@ -48,24 +54,20 @@ RATIOS = tuple(
 class ReplayGRPOTrainer(GRPOTrainer):
     """TRL's GRPOTrainer for a Mixture-of-Experts model, with replay and with measurements in its logs.
 
-    `routes="old_policy"`: every update replays the experts that the old policy used in the forward that gave the old
+    `routes="old_policy"`: every update replays the experts of the old policy, recorded in the forward of the old
     log-probs (Routing Replay, GSPO, arXiv 2507.18071, section 5.3). `routes="rollout"`: old log-probs, reference and
     updates replay the experts of the engine (R3, arXiv 2510.11370), which a `rollout_func` returns as `routed_experts`
     beside TRL's keys: TRL 1.16.0 drops those of its own vLLM. `routes="live"`: no replay, and no forward beyond TRL's.
     All other arguments are GRPOTrainer's. Evaluation is TRL's own.
 
-    It logs, for completion tokens over all processes, and like all that TRL logs as means over the micro-steps since
-    the last log (each by the weights *before* its update, so right after generation all are 0, or 1 for `ess`):
+    It logs, for completion tokens over all processes, means over the micro-steps since the last log. Each micro-step is
+    measured *before* its update, so right after generation all values are 0, or 1 for `ess`:
 
-    - `routing/expert_change_rate`, `any_change_rate`, `any_layer_change`: natural routes, of the old policy against
-      now; with `routes="rollout"` the same names with `engine_` in front, of the engine against now. Under replay the
-      natural routes of now take a forward of their own, without gradient, every `measure_every`-th micro-step, the last
-      of each such number.
-    - `routing/pull` and `routing/coverage`, under replay: share of slots where the router, given replay upstream, would
-      pick another expert; share of routes that are forced.
+    - `routing/expert_change_rate`, `any_change_rate`, `any_layer_change`: unconstrained routing, old policy against
+      current policy; with `routes="rollout"` as `engine_…`, engine against current policy. Under replay they take a
+      forward of their own, without gradient, in the last of every `measure_every` micro-steps.
     - `routing/load_entropy`, `load_max_violation`, `load_dead_experts`, `router_confidence` and `margin_q50` of the
-      same natural routes of now. These and the former are a `Monitor`'s (`moe_rl.integrations.monitor`), of every
-      `measure_every`-th micro-step.
+      current unconstrained routing, and under replay `routing/pull` and `routing/coverage`: a `Monitor`'s, as often.
     - `ratios/…`: `moe_rl.metrics.ratios.ratio_statistics` of log π_θ / π_old as the loss used it.
 
     Raises RoutingError for a dense model and for a TRL whose log-probs bypass these forwards, ConfigError for settings
@@ -75,12 +77,15 @@ class ReplayGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, routes: str = "old_policy", measure_every: int = 1, **kwargs: Any):
         if routes not in ROUTES or measure_every < 1:
             raise ConfigError(
-                f"routes={routes!r}, measure_every={measure_every}: routes must be 'old_policy', 'rollout' or 'live', "
-                "and measure_every a number of micro-steps, at least 1"
+                f"routes={routes!r}, measure_every={measure_every}: use {', '.join(ROUTES)}, and at least 1."
             )
         if routes == "rollout" and kwargs.get("rollout_func") is None:
-            raise ConfigError("routes='rollout' needs the routing of an engine. Give a rollout_func that returns "
-                              f"{ENGINE_ROUTES!r} beside the completions, or use routes='old_policy'.")
+            raise ConfigError(
+                f"routes='rollout' needs a rollout_func that returns {ENGINE_ROUTES!r} beside the completions. "
+                "Give one, or use routes='old_policy'."
+            )
+        if not __version__.startswith("1.16."):
+            raise ConfigError(f"trl {__version__}: private methods of trl 1.16 are extended here. Use trl 1.16.0.")
         super().__init__(*args, **kwargs)
         self.routes = routes
         self.layout = layout_of(self.model)
@@ -91,9 +96,9 @@ class ReplayGRPOTrainer(GRPOTrainer):
         self._engine_routes: list[Tensor] = []
         """Of the last generation batch: the engine's experts, [input, site, k] per completion."""
         self._inputs: dict[str, Any] | None = None
-        """While a loss is computed: its inputs, until the log-probs have come from a forward seen here."""
+        """While a loss is computed: its inputs, until its forward begins."""
         self._step_scope: ExitStack | None = None
-        """While a training step runs: what ends after its backward."""
+        """While a training step runs: scopes that end after its backward."""
         self._require_usable()
 
     # ------------------------------------------------------------------ TRL's methods, in the order it calls them
@@ -106,19 +111,20 @@ class ReplayGRPOTrainer(GRPOTrainer):
                 self._step_scope = None
 
     def _generate(self, prompts: list) -> Any:
-        found = super()._generate(prompts)
-        prompt_ids, completion_ids, fields = found[0], found[1], found[5]
+        generated = super()._generate(prompts)
+        if len(generated) != 8:
+            raise RoutingError(f"TRL's _generate returned {len(generated)} values, not 8. Use trl 1.16.0.")
+        prompt_ids, completion_ids, fields = generated[0], generated[1], generated[5]
         payloads = fields.pop(ENGINE_ROUTES, None)  # else TRL would hand them to the rewards
         if self.routes == "rollout" and self.model.training:
             if payloads is None:
-                raise RoutingError(f"rollout_func returned {', '.join(fields) or 'nothing'} beside TRL's keys, and no "
-                                   f"{ENGINE_ROUTES!r}. Return the routing of the engine under that key.")
+                raise RoutingError(f"rollout_func returned no {ENGINE_ROUTES!r}. Return the engine's routing, too.")
             layers = self.model.config.get_text_config().num_hidden_layers
             self._engine_routes = [
                 decode_routes(payload, layout=self.layout, tokens=[*prompt, *completion], num_layers=layers).experts[0]
                 for payload, prompt, completion in zip(payloads, prompt_ids, completion_ids, strict=True)
             ]
-        return found
+        return generated
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
@@ -137,10 +143,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
         finally:
             self._scored = None
         if not routes:
-            raise RoutingError(
-                "this version of TRL computes its old log-probs in another way, so the old policy's routing is "
-                "unknown. Use trl 1.16.0, which moe_rl is tested with."
-            )
+            raise RoutingError("the old log-probs are from no forward that was recorded. Use trl 1.16.0.")
         return {**outputs, OLD_ROUTES: routes[0]}
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -149,8 +152,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             if self._inputs is not None:
                 raise RoutingError(
-                    "TRL computed its loss in another way, so nothing would be replayed. Switch a fused loss (Liger) "
-                    "off, and use trl 1.16.0, which moe_rl is tested with."
+                    "the loss bypassed the forward that replays. Use trl 1.16.0, without a fused loss (Liger)."
                 )
         finally:
             self._inputs = None
@@ -200,7 +202,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ routes
     def _record(self, score: Callable[[], Any], input_ids: Tensor, attention_mask: Tensor) -> tuple[Any, RoutingTrace]:
-        """What `score` returns, and the routes of its forwards, which read the rows in order, some at a time."""
+        """The result of `score`, and the routes of its forwards, which read the rows in order, some at a time."""
         with record_routing(self.model) as recording:
             rows: list[Tensor] = []
             hook = self.model.register_forward_hook(lambda *_: rows.append(recording.take()))
@@ -210,8 +212,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
                 hook.remove()
         if sum(len(part) for part in rows) != input_ids.numel():
             raise RoutingError(
-                f"TRL scored {input_ids.shape[0]} rows of {input_ids.shape[1]} tokens, but the forwards had "
-                f"{[len(part) for part in rows]} tokens. Do not pack sequences or split them over devices."
+                f"the forwards had {[len(part) for part in rows]} tokens, but TRL scored {tuple(input_ids.shape)}. Do "
+                "not pack sequences or split them over devices."
             )
         ids = torch.cat(rows).unflatten(0, tuple(input_ids.shape))
         return scored, self._trace(ids, input_ids, attention_mask)
@@ -231,24 +233,21 @@ class ReplayGRPOTrainer(GRPOTrainer):
         """Log-probs of a generation batch under the engine's experts, in forwards of `batch_size` rows."""
         ids = self._place_engine_routes(attention_mask.bool())
         routes, parts = self._trace(ids, input_ids, attention_mask), []
+        score = super()._get_per_token_logps_and_entropies
         for rows in torch.arange(len(input_ids)).split(kwargs.get("batch_size") or len(input_ids)):
             with replay_routing(model, routes.rows(rows)):
-                parts.append(super()._get_per_token_logps_and_entropies(
-                    model, input_ids[rows], attention_mask[rows], *args, **kwargs)[0])
+                parts.append(score(model, input_ids[rows], attention_mask[rows], *args, **kwargs)[0])
         return torch.cat(parts), None, None
 
     def _random_state_kept(self) -> AbstractContextManager[None]:
-        """What is only measured draws its dropout, but leaves that of the training as it is."""
+        """Restore the random state of the training after the dropout of a forward that only measures."""
         device = self.accelerator.device
         return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
     def _replay_until_backward(self, old: RoutingTrace) -> None:
         """Open a replay scope that ends with the training step."""
         if self._step_scope is None:
-            raise RoutingError(
-                "compute_loss was called outside training_step, so replay would not cover the backward pass. Call "
-                "training_step, or use routes='live'."
-            )
+            raise RoutingError("compute_loss was called outside training_step, so replay would end before backward.")
         self._step_scope.enter_context(replay_routing(self.model, old))
 
     def _trace(
@@ -260,24 +259,17 @@ class ReplayGRPOTrainer(GRPOTrainer):
         return RoutingTrace.from_ids(ids, self.layout, tokens=input_ids, attention_mask=mask, check=False)
 
     def _require_usable(self) -> None:
-        """Routes can be seen, and TRL scores the old policy: only if it updates more than once per generation batch."""
+        """The routers are visible; and TRL scores the old policy, only if a generation batch has several updates."""
         args = self.args
         if args.torch_compile:
-            raise ConfigError("torch_compile=True hides the routers from recording and replay. Set "
-                              "torch_compile=False.")
-        if args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) != 0:
+            raise ConfigError("torch_compile=True hides the routers from recording and replay. Set it to False.")
+        single = args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) == 0
+        if self.routes == "rollout" or not single:
             return
-        if self.routes == "rollout":
-            return
-        text = (
-            f"each generation batch has one update (gradient_accumulation_steps={args.gradient_accumulation_steps}, "
-            f"steps_per_generation={args.steps_per_generation}, num_iterations={self.num_iterations}), so every ratio "
-            "is 1 and "
-        )
+        text = "each generation batch has one update, so every ratio is 1"
         if self.routes == "old_policy":
-            raise ConfigError(f"{text}replay would do nothing. Raise steps_per_generation or num_iterations, or use "
-                              "routes='live'.")
-        warnings.warn(f"{text}neither volatility nor ratios will be logged.", stacklevel=3)
+            raise ConfigError(f"{text}, and replay would do nothing. Raise steps_per_generation or num_iterations.")
+        warnings.warn(f"{text}, and neither volatility nor ratios are logged.", stacklevel=3)
 
     # ------------------------------------------------------------------ logs
     def _log(self, group: str, names: tuple[str, ...], row: dict[str, float]) -> None:
@@ -287,8 +279,9 @@ class ReplayGRPOTrainer(GRPOTrainer):
                 self._metrics["train"][f"{group}/{name}"].append(row[name])
 
     def _log_change(self, before: RoutingTrace, after: RoutingTrace, decides: Bool[Tensor, "batch time"]) -> None:
-        change = route_change(before.experts, after.experts, decides)
-        row = RouteChange(**self.accelerator.reduce(vars(change), reduction="sum")).row()
+        row = route_change(before.experts, after.experts, decides).over_ranks().row()
+        if bool((~after.known & decides[..., None]).any()):  # routers without finite scores: the monitor warns
+            row = dict.fromkeys(row, float("nan"))
         of = "engine_" if self.routes == "rollout" else ""
         names = tuple(f"{of}{name}" for name in VOLATILITY)
         self._log("routing", names, {f"{of}{name}": value for name, value in row.items()})

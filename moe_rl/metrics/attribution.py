@@ -59,8 +59,8 @@ class AttributionSums:
     def shares(self) -> dict[str, float]:
         """Shares of Var(D): `replayed` = Var(R), `routes` = Var(J), `covariance` = 2·Cov(R, J); they sum to 1.
 
-        A share can exceed 1 and the covariance can be negative, which is a finding. With them `variance` = Var(D) in
-        nats² (population). The shares are NaN where they are undefined: fewer than 2 tokens, or Var(D) < NO_VARIANCE.
+        A share can exceed 1, and the covariance can be negative. `variance` = Var(D) in nats² (population). The shares
+        are NaN for fewer than 2 tokens, or Var(D) < NO_VARIANCE.
         """
         if self.n < 2:
             return dict.fromkeys(("variance", "replayed", "routes", "covariance"), math.nan)
@@ -77,10 +77,8 @@ class AttributionSums:
 
     @property
     def top_share(self) -> float:
-        """Part of Σ D² that the top 0.1 % of tokens carry (at least one token).
-
-        NaN when there is next to nothing to carry (Σ D² / n < NO_VARIANCE), and beyond the exact range of KEPT.
-        """
+        """Part of Σ D² in the top 0.1 % of tokens (at least one). NaN for Σ D² / n < NO_VARIANCE, and beyond the exact
+        range of KEPT."""
         count = math.ceil(self.n * TOP)
         if not self.n or count > len(self.largest) or not self.dd / self.n >= NO_VARIANCE:
             return math.nan

@@ -1,7 +1,4 @@
-"""Whether a run's reward lasted: smoothing, collapse, and where a curve ends up. NumPy only.
-
-A curve is a sequence of values, one per consecutive step.
-"""
+"""Smoothing, collapse and the second half of a curve: one value per consecutive step. NumPy only."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from moe_rl.errors import ConfigError
 
 SPAN = 10
-"""Span of the moving average that collapse looks at."""
+"""Span of the moving average."""
 PATIENCE = 20
 """Consecutive steps a dip must last to be a collapse."""
 FRACTION = 0.5
@@ -22,15 +19,14 @@ FRACTION = 0.5
 
 @dataclass(frozen=True)
 class Collapse:
-    """What became of a run's reward."""
+    """Whether and when a run's reward collapsed."""
 
     step: int | None
     """First step of the first collapse; None when there was none."""
     recovered: bool
-    """There was a collapse, and none is under way at the end: to be counted apart from lasting ones."""
+    """There was a collapse, and none is under way at the end."""
     dip: int | None = None
-    """First step of the dip in which the curve ends, still too short to be called: neither a collapse nor its absence,
-    so that the run is censored from there."""
+    """First step of the dip in which the curve ends, still shorter than a collapse: the run is censored from there."""
 
 
 def ema(values: ArrayLike, span: int) -> NDArray[np.float64]:
@@ -51,8 +47,7 @@ def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
 
     A step is a dip when its EMA10(reward) < 0.5 · the best EMA10 of earlier steps. A collapse is a run of at least 20
     dips, and its step is the first of them. A reward that is not finite is a collapse at that step and does not
-    recover. The first step counts among the best: a run that loses its cold start within ten steps has collapsed.
-    Entropy is no part of the event: on a task that can be solved, success is low entropy.
+    recover. The first step counts among the best, so the loss of a cold start is a collapse.
     """
     steps, rewards = np.asarray(steps, dtype=np.int64), _curve(rewards)
     if len(steps) != len(rewards) or (np.diff(steps) != 1).any():
@@ -71,7 +66,7 @@ def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
 
 
 def second_half_mean(values: ArrayLike) -> float:
-    """Mean of the values from index len // 2 on, in their unit: where the run ended up, without its start."""
+    """Mean of the values from index len // 2 on, in their unit."""
     values = _curve(values)
     return float(values[len(values) // 2 :].mean()) if len(values) else float("nan")
 
@@ -79,8 +74,9 @@ def second_half_mean(values: ArrayLike) -> float:
 def _curve(values: ArrayLike) -> NDArray[np.float64]:
     values = np.asarray(values, dtype=np.float64)
     if values.ndim != 1:
-        raise ConfigError(f"a curve has one value per step, but this one has shape {values.shape}. Pass one run at a "
-                          "time.")
+        raise ConfigError(
+            f"a curve has one value per step, but this one has shape {values.shape}. Pass one run at a time."
+        )
     return values
 
 

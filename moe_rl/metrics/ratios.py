@@ -1,4 +1,4 @@
-"""Spread of importance ratios, at token and at sequence level, and what clipping took away.
+"""Spread of importance ratios, at token and at sequence level, and shares of clipped tokens.
 
 r is a token's ratio π_θ / π_old (or that of two other named policies), s the length-normalised ratio of a sequence, the
 geometric mean of its r (GSPO, arXiv 2507.18071, eq. 8). Log-ratios are in nats; sums are taken in float64.
@@ -44,25 +44,15 @@ def ratio_statistics(log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, 
     }
 
 
-def grouped_ess(log_ratio: Float[Tensor, " token"], size: int) -> Float[Tensor, " group"]:
-    """ESS of every whole group of `size` consecutive tokens, in float64; what is left over is in none.
-
-    An ESS of heavy-tailed ratios falls with the tokens it is over, so that two compare only over equally many.
-    """
-    groups = log_ratio[: len(log_ratio) // size * size].double().view(-1, size)
-    r = (groups - groups.amax(1, keepdim=True)).exp()
-    return r.sum(1) ** 2 / (size * (r**2).sum(1))
-
-
 def engine_gap(log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> dict[str, float]:
-    """How far a policy's log-probs are from those of the engine that sampled, at equal weights; log r is the policy's
-    minus the engine's, so that `engine_kl_k3` estimates KL(engine ‖ policy) per token."""
-    found = ratio_statistics(log_ratio, mask)
+    """The gap between a policy's log-probs and the sampling engine's at equal weights. log r is the policy's minus the
+    engine's, so `engine_kl_k3` estimates KL(engine ‖ policy) per token."""
+    statistics = ratio_statistics(log_ratio, mask)
     return {
         "engine_logprob_mean": log_ratio.abs()[mask].double().mean().item(),
-        "engine_logprob_max": found["token_log_ratio_max"],
-        "engine_kl_k3": found["token_kl_k3"],
-        "engine_beyond_2": found["token_beyond_2"],
+        "engine_logprob_max": statistics["token_log_ratio_max"],
+        "engine_kl_k3": statistics["token_kl_k3"],
+        "engine_beyond_2": statistics["token_beyond_2"],
     }
 
 
@@ -71,30 +61,28 @@ def clip_fractions(
     mask: Bool[Tensor, "batch time"],
     advantages: Float[Tensor, " batch"] | Float[Tensor, "batch time"],
 ) -> dict[str, float]:
-    """Shares that lost their gradient to the clip, in both units: `clip_tokens…` and `clip_sequences…`.
+    """Shares that lost their gradient to the clip: `clip_tokens…` and `clip_sequences…` (all tokens of a sequence).
 
-    A sequence is lost when all its tokens are; so for GSPO the two differ only by length, and for GRPO the second is
-    nearly 0. `lost` is that of `LossOutput`; `_high` and `_low` say which bound did it. Without suffix the share is
-    over tokens (sequences) with non-zero advantage, since the others have no gradient to lose; with `_all` it is over
-    all tokens of `mask` (sequences), as in GSPO, arXiv 2507.18071, Fig. 2: response tokens that no filter took out. NaN
-    over none.
+    `lost` is `LossOutput.clipped_by`; `_high` and `_low` name the bound. Without suffix the share is over tokens
+    (sequences) with non-zero advantage; with `_all` over all tokens of `mask` (sequences), as in GSPO, arXiv
+    2507.18071, Fig. 2. NaN over none.
     """
     active = mask & ((advantages[:, None] if advantages.ndim == 1 else advantages) != 0)
     fractions = {}
     for suffix, counted in (("", active), ("_all", mask)):
         present = counted.any(1)
         for side, hit in (("", lost != 0), ("_high", lost > 0), ("_low", lost < 0)):
-            whole = ((hit & counted) == counted).all(1) & present
+            all_hit = ((hit & counted) == counted).all(1) & present
             fractions[f"clip_tokens{suffix}{side}"] = _share(hit & counted, counted)
-            fractions[f"clip_sequences{suffix}{side}"] = _share(whole, present)
+            fractions[f"clip_sequences{suffix}{side}"] = _share(all_hit, present)
     return fractions
 
 
 def attribution(
     natural: Float[Tensor, "batch time"], replayed: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
 ) -> AttributionSums:
-    """Sums that say how much of Var(log r) goes with route changes, from the log-ratios of the same tokens and weights
-    under natural and under replayed routes. Use tokens not yet trained on."""
+    """The part of Var(log r) that goes with route changes, as sums, from the log-ratios of the same tokens and weights
+    under unconstrained and under replayed routes. Use tokens not yet trained on."""
     return AttributionSums.of(natural[boolean(mask)].double().cpu().numpy(), replayed[mask].double().cpu().numpy())
 
 

@@ -18,8 +18,8 @@ def byte_tokenizer(vocab_size: int = 258) -> PreTrainedTokenizerBase:
     """Bytes as tokens: any text becomes its UTF-8 bytes and comes back exactly.
 
     Ids 0 … 255 are the bytes, then come end and padding. The text `<|end|>` in a prompt is seven bytes, not the end.
-    With fewer than 258 ids only the first bytes from the space (32) on are known, the last known id standing for all
-    others; `encode_prompts` refuses prompts that contain it.
+    With fewer than 258 ids only the first bytes from the space (32) on are known, and one id marks all others;
+    `encode_prompts` refuses prompts that contain it.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -55,13 +55,13 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 
 
 def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids of text that goes on: with the special tokens that the tokenizer puts in front, unless the text
-    brings them, and without those that it puts behind."""
+    """The token ids of a text to be continued: with the tokenizer's special tokens in front, unless the text has them,
+    and without those behind."""
     bare = tokenizer.encode(text, add_special_tokens=False)
     if tokenizer.bos_token and text.startswith(tokenizer.bos_token):
         return bare
     ids = tokenizer.encode(text)
-    if not bare:  # nothing tells what is in front
+    if not bare:  # only special tokens
         return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
     return next((ids[:end] for end in range(len(bare), len(ids) + 1) if ids[end - len(bare) : end] == bare), ids)
 
@@ -72,88 +72,81 @@ def completion_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def demonstrated(task: AnyTask, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Encoded prompts for a cold start: of an environment that shows conversations, all but the last turn of one is a
-    part of the prompt, and that turn is the answer. Raises ConfigError for a transcript that does not end with the
-    policy."""
+    """Encoded prompts for a cold start. The last turn of an environment's demonstration is the answer; the others
+    become a part of the prompt. Raises ConfigError for a transcript that does not end with the policy."""
     show = getattr(task, "demonstration", None)
     if not isinstance(task, Environment) or show is None:
         return prompts
-    found = []
+    examples = []
     for prompt in prompts:
         transcript = tuple(show(prompt))
         if len(transcript) % 2 == 0:
-            raise ConfigError(f"{type(task).__name__}: the demonstration {shortened(transcript)} for the prompt "
-                              f"{prompt.text[:80]!r} must end with a response of the policy")
+            raise ConfigError(f"{type(task).__name__}: the demonstration {shortened(transcript)} ends with a reply")
         tokens = list(prompt.tokens)
-        for text, said in zip(transcript[:-1:2], transcript[1::2], strict=True):
-            tokens += [*completion_tokens(text, tokenizer), *reply_tokens(said, tokenizer, ended=True)]
-        found.append(dataclasses.replace(prompt, tokens=tuple(tokens), answer=transcript[-1]))
-    return found
+        for text, reply in zip(transcript[:-1:2], transcript[1::2], strict=True):
+            tokens += [*completion_tokens(text, tokenizer), *reply_tokens(reply, tokenizer, ended=True)]
+        examples.append(dataclasses.replace(prompt, tokens=tuple(tokens), answer=transcript[-1]))
+    return examples
 
 
 def reply_tokens(text: str, tokenizer: PreTrainedTokenizerBase, ended: bool) -> tuple[int, ...]:
-    """The ids that go between two turns of the policy, where an environment says `text`: what is there stays as it is,
-    token by token, and is never tokenised again.
+    """The ids between two turns of the policy, for the reply `text` of an environment. Earlier tokens stay as they are.
 
-    Plain text where the tokenizer has no chat template; else what the template puts between the end of an assistant's
-    turn and the beginning of the next, around `text` as the user's turn. `ended`: whether the policy wrote the end
-    token itself, or a stop string did; then the template's end comes first. Raises ConfigError for text that the
-    tokenizer has no tokens for, and for a template that closes no turn by the end token and rewrites earlier ones.
+    Without a chat template it is the plain text; else the user's turn with the template's ids around it. `ended`:
+    whether the policy wrote the end token itself; else the template's end comes first. Raises ConfigError for text that
+    the tokenizer cannot encode, and for a template that rewrites earlier turns.
     """
     if not tokenizer.chat_template:
         return tuple(_known(tokenizer.encode(text, add_special_tokens=False), "reply", text, tokenizer))
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, {"role": "user", "content": text}]
-    before, whole = _templated(tokenizer, turns[:2]), _templated(tokenizer, turns, prompt=True)
+    before, after = _templated(tokenizer, turns[:2]), _templated(tokenizer, turns, prompt=True)
     if closing := before.count(tokenizer.eos_token_id):  # by number: templates drop thoughts from earlier turns
-        ends = [i for i, token in enumerate(whole) if token == tokenizer.eos_token_id]
-        return tuple(_known(whole[ends[closing - 1] + ended :], "reply", text, tokenizer))
-    if whole[: len(before)] != before:
-        raise ConfigError("the tokenizer's chat template changes earlier turns when a turn is added, so a multi-turn "
-                          "rollout cannot continue. Use a template that ends each turn with the end token.")
-    return tuple(_known(whole[len(before) :], "reply", text, tokenizer))
+        ends = [i for i, token in enumerate(after) if token == tokenizer.eos_token_id]
+        return tuple(_known(after[ends[closing - 1] + ended :], "reply", text, tokenizer))
+    if after[: len(before)] != before:
+        raise ConfigError(
+            "the tokenizer's chat template changes earlier turns, so a multi-turn rollout cannot continue. Use a "
+            "template that ends each turn with the end token."
+        )
+    return tuple(_known(after[len(before) :], "reply", text, tokenizer))
 
 
 def spell(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Each token's own text, spaces in front included; a token that only begins a character reads ·."""
     texts, before, start = [], 0, 0
     for end in range(1, len(ids) + 1):  # decoded with the token before, without which some tokenizers drop a space
-        known, whole = (str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
-                        for part in (ids[before:start], ids[before:end]))
-        if whole.endswith("\ufffd") and end - start < 4 and end < len(ids):
+        known, longer = (
+            str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
+            for part in (ids[before:start], ids[before:end])
+        )
+        if longer.endswith("\ufffd") and end - start < 4 and end < len(ids):
             texts.append("·")
             continue
-        texts.append(whole[len(known) :])
+        texts.append(longer[len(known) :])
         before, start = start, end
     return texts
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template:
-        turn = [{"role": "user", "content": text}]
-        ids = _templated(tokenizer, turn, prompt=True)
+        ids = _templated(tokenizer, [{"role": "user", "content": text}], prompt=True)
     else:
         ids = plain_tokens(text, tokenizer)
     if not ids:
-        raise ConfigError(f"the prompt {text!r} has no tokens. Give at least one: it predicts the first token of the "
-                          "response.")
+        raise ConfigError(f"the prompt {text!r} has no tokens, but one must predict the first token of the response")
     return _known(ids, "prompt", text, tokenizer)
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], prompt: bool = False) -> list[int]:
-    try:
-        ids: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=prompt, tokenize=True,
-                                                 return_dict=False)
-    except Exception as error:  # the template's own, or of the sandbox that it runs in
-        raise ConfigError(f"the tokenizer's chat template fails: {error} ({type(error).__name__}). Use a tokenizer "
-                          "whose template takes a user's turn.") from error
+    ids: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=prompt, tokenize=True, return_dict=False)
     return ids
 
 
-def _known(ids: list[int], what: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids. Raises ConfigError where one stands for anything unknown."""
+def _known(ids: list[int], kind: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids. Raises ConfigError for the id of unknown text."""
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         raise ConfigError(
-            f"the tokenizer cannot encode part of the {what} {text[:80]!r}. Choose a model whose vocabulary (now "
+            f"the tokenizer cannot encode part of the {kind} {text[:80]!r}. Choose a model whose vocabulary (now "
             f"{len(tokenizer)} tokens) covers the task."
         )
     return ids

@@ -1,9 +1,8 @@
-"""log π and entropy of tokens over a vocabulary whose logits are too many to be held at once; and truncated sampling:
-which tokens top-k, top-p and min-p keep.
+"""log π and entropy of tokens over a large vocabulary, in pieces; and truncated sampling: the tokens that top-k, top-p
+and min-p keep.
 
-What is drawn from a kept set has the probability π(y) / Σ π(kept). A ratio compares a distribution with its like where
-the trainer takes the same sum over the same set, whatever its weights have become: DeepSeek-V3.2's "keep sampling mask"
-(arXiv 2512.02556, section 3.1).
+A token that is drawn from a kept set has the probability π(y) / Σ π(kept). For an exact ratio the trainer takes the
+same sum over the same set: DeepSeek-V3.2's "keep sampling mask" (arXiv 2512.02556, section 3.1).
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from moe_rl.types import KeptTokens
 
 LOGITS = 2**26
-"""Logits that are made at once: a quarter of a gigabyte in float32, of which softmax and backward hold about four."""
+"""Logits that are made at once: 256 MiB in float32, of which softmax and backward hold about four copies."""
 
 
 def head_is_apart(model: nn.Module) -> bool:
-    """Whether the model's logits are what its output embeddings make of the last hidden state, and nothing more: some
-    families scale or squash them afterwards. Tried on two tokens, since a padding token may be 0 throughout."""
+    """Whether the model's logits are just the output of its output embeddings: some families scale or squash them
+    afterwards. Tried on two tokens, since a padding token may be 0 throughout."""
     head = head_of(model)
     if head is None:
         return False
@@ -48,10 +47,12 @@ def log_probs_in_pieces(
     kept: KeptTokens | None = None,
 ) -> tuple[Float[Tensor, "batch kept"], Float[Tensor, "batch kept"]]:
     """log π(wanted) and entropy at the last inputs, over the `kept` tokens where these are given, 0 outside `where`;
-    equal to those of all logits at once up to float rounding. Logits exist for so many tokens at a time that there are
-    at most `LOGITS`, are made for `where` alone, and again in the backward, so that memory does not grow with rows ×
-    time × vocabulary. For models whose `head_is_apart`. All of it happens in place of the head's forward, within the
-    model's, where the weights of a model that is cut over ranks are whole."""
+    equal to those of all logits at once up to float rounding.
+
+    At most `LOGITS` logits exist at a time, for `where` alone; the backward makes them again. For models whose
+    `head_is_apart`. It replaces the head's forward, within the model's, where weights that are cut over ranks are
+    whole.
+    """
     head = head_of(model)
     forward, own = head.forward, head.__dict__.get("forward")
 
@@ -68,23 +69,30 @@ def log_probs_in_pieces(
         chosen, size = wanted[where], max(1, LOGITS // head.weight.shape[0])
         parts = hidden[where].split(size)
         keeps = [None] * len(parts) if kept is None else kept.pieces(where, size)
-        pieces = [checkpoint(piece, s, c, k, use_reentrant=False, preserve_rng_state=False)
-                  for s, c, k in zip(parts, chosen.split(size), keeps, strict=True)]  # fmt: skip
-        return torch.stack([torch.zeros_like(where, dtype=torch.float).masked_scatter(where, torch.cat(x))
-                            for x in zip(*pieces, strict=True)], -1)  # fmt: skip
+        pieces = [
+            checkpoint(piece, s, c, k, use_reentrant=False, preserve_rng_state=False)
+            for s, c, k in zip(parts, chosen.split(size), keeps, strict=True)
+        ]
+        return torch.stack(
+            [
+                torch.zeros_like(where, dtype=torch.float).masked_scatter(where, torch.cat(x))
+                for x in zip(*pieces, strict=True)
+            ],
+            -1,
+        )
 
     head.forward = in_pieces
     try:
-        found = model(input_ids=inputs, use_cache=False, logits_to_keep=wanted.shape[1]).logits
+        both = model(input_ids=inputs, use_cache=False, logits_to_keep=wanted.shape[1]).logits
     finally:
         del head.forward
         if own is not None:
             head.forward = own
-    return found[..., 0], found[..., 1]
+    return both[..., 0], both[..., 1]
 
 
 def head_of(model: nn.Module) -> Any:
-    """The module of its output embeddings; None for a model without."""
+    """The module of the output embeddings; None for a model without."""
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
@@ -114,6 +122,6 @@ def kept(
 
 
 def entropy_of(log_p: Float[Tensor, "*token vocabulary"], truncated: bool) -> Float[Tensor, "*token"]:
-    """−Σ p log p in nats; where it is truncated, over what was kept, since 0 · -inf would be NaN."""
+    """−Σ p log p in nats; where it is truncated, over the kept tokens, since 0 · -inf would be NaN."""
     known = log_p.masked_fill(log_p == -torch.inf, 0.0) if truncated else log_p
     return -(log_p.exp() * known).sum(-1)

@@ -9,15 +9,28 @@ if TYPE_CHECKING:
     from moe_rl.objectives.compose import Objective, compute_advantages, correction_weights, objective_of, policy_loss
     from moe_rl.objectives.losses import CorrectionInputs, LossInputs, LossOutput
 
-HOMES = {"Advantage": "advantages", "AdvantageInputs": "advantages", "advantage_of": "advantages",
-         "compute_advantages": "compose", "correction_weights": "compose",
-         "Objective": "compose", "objective_of": "compose", "policy_loss": "compose",
-         "CorrectionInputs": "losses", "LossInputs": "losses", "LossOutput": "losses"}
-__all__ = ["Advantage", "AdvantageInputs", "CorrectionInputs", "LossInputs", "LossOutput", "Objective", "advantage_of",
-           "compute_advantages", "correction_weights", "objective_of", "policy_loss"]
+MODULES = {
+    "advantages": ("Advantage", "AdvantageInputs", "advantage_of"),
+    "compose": ("Objective", "compute_advantages", "correction_weights", "objective_of", "policy_loss"),
+    "losses": ("CorrectionInputs", "LossInputs", "LossOutput"),
+}
+__all__ = [
+    "Advantage",
+    "AdvantageInputs",
+    "CorrectionInputs",
+    "LossInputs",
+    "LossOutput",
+    "Objective",
+    "advantage_of",
+    "compute_advantages",
+    "correction_weights",
+    "objective_of",
+    "policy_loss",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"moe_rl.objectives.{HOMES[name]}"), name)
+    for module, names in MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"moe_rl.objectives.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

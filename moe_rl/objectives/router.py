@@ -1,7 +1,7 @@
-"""Parts that look at routers: RSPO's weight on the ratio, and terms on routers' scores.
+"""Components that read routers: RSPO's weight on the ratio, and terms on routers' scores.
 
-Probabilities are the softmax of a router's logits in every family, those that choose by sigmoids included. What stands
-at a token is about the routing of its predecessor, whose output it is.
+Probabilities are the softmax of a router's logits in every family, also where it chooses by sigmoids. Values at a token
+are of the routing of its predecessor, whose output it is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_rl.errors import ConfigError
 from moe_rl.objectives.losses import LOSSES, LossInputs, LossOutput
 from moe_rl.objectives.spelling import suggest_field
-from moe_rl.registry import Component, lookup, needs, needs_of
+from moe_rl.registry import Component, Share, lookup, needs, needs_of
 from moe_rl.routing.inputs import RouterInputs
 
 PerToken = Float[Tensor, "batch time"]
@@ -26,23 +26,18 @@ PerToken = Float[Tensor, "batch time"]
 
 @needs("router")
 def rspo(
-    x: LossInputs, *, base: str = "gmpo", floor: float = 0.8, options: Mapping[str, Any] | None = None
+    x: LossInputs, *, base: str = "gmpo", floor: Share = 0.8, options: Mapping[str, Any] | None = None
 ) -> LossOutput:
     """The loss `base` on the ratio γ · w, γ = sg[max(floor, exp(−mean |log p_θ(e) − log p_old(e)|))].
 
     The mean is over sites and over the experts that π_old used, p over all experts. RSPO, arXiv 2510.23027, eq. 5 to
-    11: over GMPO, floor 0.8. `base` has `options`. γ is inside the ratio, before it is clipped or averaged, so it moves
-    the region: it is no correction. A floor of 1 and routers that have not moved give `base`. A fork of verl takes
-    means of exponentials, their product over sites, and masks tokens below 0.7: another weight. Raises ConfigError for
-    a floor outside [0, 1], and for a base that needs more than log-probs.
+    11: over GMPO, floor 0.8. `base` has `options`. γ is inside the ratio, before the clip, so it is no correction. A
+    floor of 1, or routers that have not moved: `base`. A fork of verl has another weight. Raises ConfigError for a base
+    that needs more than log-probs.
     """
-    if not 0 <= floor <= 1:
-        raise ConfigError(f"rspo(floor={floor:g}): the smallest factor on a ratio must be from 0 (no floor) to 1 (no "
-                          "factor)")
     loss = lookup("loss", Component(base, **(options or {})), LOSSES, suggest_field)
     if needs_of(loss):
-        raise ConfigError(f"rspo(base={base!r}): the base loss may need log-probs only, but this one needs "
-                          f"{', '.join(sorted(needs_of(loss)))}")
+        raise ConfigError(f"rspo(base={base!r}): the base must need log-probs only, not {sorted(needs_of(loss))}")
     router = _router(x, "rspo")
     moved = router_shift(router)
     log_floor = math.log(floor) if floor else -math.inf
@@ -52,21 +47,20 @@ def rspo(
 
 def router_shift(router: RouterInputs) -> PerToken:
     """Mean over sites and over π_old's experts of |log p_θ − log p_old|, in nats, without gradient."""
-    found = []
+    shifts = []
     for site, (new, old) in enumerate(zip(router.log_probs, router.old_log_probs, strict=True)):
         ids = router.old_used[:, :, site]
         gap = (new.detach() - old).gather(-1, ids.clamp(min=0)).abs().where(ids >= 0, 0)
-        found.append(gap.sum(-1) / (ids >= 0).sum(-1).clamp(min=1))
-    return torch.stack(found).mean(0).where(router.weights > 0, 0)
+        shifts.append(gap.sum(-1) / (ids >= 0).sum(-1).clamp(min=1))
+    return torch.stack(shifts).mean(0).where(router.weights > 0, 0)
 
 
 @needs("router")
 def router_kl(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
     """coef · Σ weights · mean over layers and experts of exp(d) − 1 − d, d = log p_old(e) − log p_θ(e), in nats.
 
-    The "low_var_kl" (k3) of a fork of verl that has RSPO's weight, over the loss's tokens, with its weights. Drawn from
-    p_θ its mean would be KL(p_θ ‖ p_old); over all experts alike, as there, it is a convex gap with the gradient
-    1 − p_old/p_θ per log-prob. 0 at equal routers.
+    The "low_var_kl" (k3) of a fork of verl with RSPO's weight, over the loss's tokens. Over all experts alike it is a
+    convex gap with the gradient 1 − p_old/p_θ per log-prob, not KL(p_θ ‖ p_old). 0 at equal routers.
     """
     return coef * _per_site(x, "router_kl", lambda new, old: (torch.expm1(old - new) - (old - new)).mean(-1))
 
@@ -75,8 +69,8 @@ def router_kl(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
 def router_logits(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
     """coef · Σ weights · mean over layers and experts of (z_θ(e) − z_old(e))², logits z less their mean.
 
-    A softmax does not see that mean, so it is taken off; a router that chooses by sigmoids may move it freely. No
-    published method: the quadratic neighbour of `router_kl`, over the same tokens. 0 at equal routers.
+    A softmax does not depend on that mean. No published method: the quadratic neighbour of `router_kl`, over the same
+    tokens. 0 at equal routers.
     """
     return coef * _per_site(x, "router_logits", lambda new, old: (new - old).var(-1, correction=0))
 
@@ -93,19 +87,14 @@ def z_loss(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
 
 
 @needs("router", "load")
-def load_balance(x: LossInputs, *, coef: float, routes: str = "live") -> Float[Tensor, ""]:
+def load_balance(x: LossInputs, *, coef: float, routes: Literal["live", "replayed"] = "live") -> Float[Tensor, ""]:
     """coef · Σ over layers of E · Σ_e sg[f_e] · P_e, f_e the share of slots, P_e the mean probability of expert e.
 
-    It is coef per site at perfectly even f.
-
     Switch, arXiv 2101.03961, eq. 4 to 6, where coef is 1e-2; f over k slots and over the tokens of `z_loss`, as in
-    Megatron-LM. transformers does not divide by k, and pools the layers before f · P. f and P are those of the whole
-    mini-batch: where it is cut, f comes from a forward of all of it right before, which costs one. Under replay f
-    counts what the live routers picked, or the "replayed" experts, which no term can balance.
+    Megatron-LM; coef per site at even f. transformers does not divide by k, and pools the layers before f · P. f and P
+    are of the whole mini-batch: where it is cut, f costs a forward of all of it. Under replay f counts the choice of
+    the live routers, or the "replayed" experts.
     """
-    if routes not in ("live", "replayed"):
-        raise ConfigError(f"load_balance(routes={routes!r}): choose 'live' or 'replayed', the expert choices that f "
-                          "counts")
     router = _router(x, "load_balance")
     load = router.loads()["preferred" if routes == "live" else "used"]
     pairs = zip(load, router.log_probs, strict=True)
@@ -114,13 +103,12 @@ def load_balance(x: LossInputs, *, coef: float, routes: str = "live") -> Float[T
 
 def _router(x: LossInputs, who: str) -> RouterInputs:
     if x.router is None:
-        raise ConfigError(f"{who} needs RouterInputs, which the batch does not have. Use policy='hf', or fill them in "
-                          "in your own loop.")
+        raise ConfigError(f"{who} needs RouterInputs. Use policy='hf', or give router in your own loop.")
     return x.router
 
 
 def _mean(router: RouterInputs, values: PerToken) -> Float[Tensor, ""]:
-    """Over all real tokens of the mini-batch: these rows' part of it."""
+    """The part of these rows in the mean over all real tokens of the mini-batch."""
     return (router.weights * torch.where(router.weights > 0, values, 0)).sum()
 
 

@@ -5,13 +5,12 @@
     gspo+overlong(limit=20,buffer=4)+group+filters=masked(high=2.0)
     loss=mine:reinforce+terms=mine:stay(coef=0.1)
 
-The first component is a method, a preset or a loss; its options are those of the component that has its name, or the
-loss's. The others are named as the registries do, and add to it. A field of `Arm` before a component says where it
-goes, and that it replaces what the method has there: so are written `filters`, `ratio_routes`, `anchor`, `name` and
-functions of one's own; `terms=none` empties a field. Advantage steps have an order, so those that are named are all of
-them, and one of `BASELINES` is among them.
+The first component is a method, a preset or a loss; its options are those of the component of its name, or of the loss.
+The others add to it. `field=component` replaces a field of the method, e.g. `filters`, `ratio_routes`, `anchor`,
+`name`, and is needed for a user's own functions; `terms=none` empties a field. Advantage steps have an order, so named
+ones replace all others; one of them is in `BASELINES`.
 
-Names and options are read from `methods.toml`, so that a study can be declared without torch.
+Names and options are read from the source text of the registries, so that a study can be declared without torch.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import math
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,25 +30,44 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.registry import WORDS, Component, Part, read_options, unknown
 
-FIELD = {"loss": "loss", "aggregation": "aggregate", "correction": "corrections", "term": "terms",
-         "advantage": "advantage", "routes": "routes"}
-"""Kind of component → the field of an `Arm` that it goes into."""
+FIELD = {
+    "loss": "loss",
+    "aggregation": "aggregate",
+    "correction": "corrections",
+    "term": "terms",
+    "advantage": "advantage",
+    "routes": "routes",
+}
+"""Kind of component → its field of an `Arm`."""
+REGISTRIES = {
+    "losses.py": {"LOSSES": "loss"},
+    "router.py": {"ROUTER_LOSSES": "loss", "ROUTER_TERMS": "term"},
+    "weights.py": {"AGGREGATIONS": "aggregation", "CORRECTIONS": "correction"},
+    "terms.py": {"TERMS": "term"},
+    "advantages.py": {"ADVANTAGES": "advantage"},
+    "../routing/sources.py": {"SOURCES": "routes"},
+}
+"""The kinds of the components in each registry, by source file."""
 BASELINES = ("group", "leave_one_out", "normalized", "opo", "gae")
-"""Advantage steps that compare a response with others, or with what a critic expects."""
+"""Advantage steps that compare a response with others, or with a critic."""
 SEVERAL = ("corrections", "filters", "terms", "advantage")
-"""Fields that hold any number of components."""
+"""Fields with any number of components."""
 DEFAULT = Arm(name="")
 FIELDS = list(Arm.model_fields)
 SAME_COMPONENTS = {"filters": "corrections", "ratio_routes": "routes"}
+WORD = re.compile(r"[\w.]{2}")
 PLAIN = re.compile(r"[\w.:-]+")
-PIECE = re.compile(r"""(?:(\w+)=)?([\w.:-]+|'[^']*'|"[^"]*")(?:\((.*)\))?""", re.DOTALL)
+PIECE = re.compile(r"""(?:(\w+)=)?([\w.:-]+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?:\((.*)\))?""", re.DOTALL)
+REQUIRED = "…"
+"""The default of an option that has none."""
 
 
 class Known(NamedTuple):
-    """What `methods.toml` has of a component."""
+    """The kind of a component, and the options of its function."""
 
     kind: str
-    options: Collection[str]
+    options: Mapping[str, Any]
+    """With their defaults."""
     required: Collection[str]
 
 
@@ -60,61 +79,84 @@ def read_table() -> dict[str, Any]:
 
 @functools.cache
 def known_components() -> Mapping[str, Known]:
-    """Every component by name; a name is of one kind only."""
-    return {name: Known(kind, options.replace("!", "").split(), re.findall(r"(\w+)!", options))
-            for kind, names in read_table()["components"].items() for name, options in names.items()}
+    """Every component by name; a name is of one kind only. Read from the source text of the registries."""
+    components: dict[str, Known] = {}
+    for file in REGISTRIES:
+        body = ast.parse(Path(__file__).parent.joinpath(file).read_text(encoding="utf-8")).body
+        functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
+        for statement in body:
+            kind = REGISTRIES[file].get(getattr(getattr(statement, "target", None), "id", ""))
+            if kind and isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Dict):
+                names = map(ast.unparse, statement.value.values)
+                components |= {name: _read_signature(kind, functions[name]) for name in names}
+    return components
+
+
+def _read_signature(kind: str, arguments: ast.arguments) -> Known:
+    """The keyword-only parameters of a function as options."""
+    options: dict[str, Any] = {}
+    for parameter, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        text = REQUIRED if default is None else ast.unparse(default)
+        options[parameter.arg] = {REQUIRED: REQUIRED, "math.inf": math.inf}.get(text) or ast.literal_eval(text)
+    return Known(kind, options, [name for name, value in options.items() if value == REQUIRED])
 
 
 def suggest_field(name: str, choices: Collection[str]) -> str:
-    """What a name, or the closest to it, is of another kind than that of `choices`: `grpo goes into Arm(loss=…)`;
-    empty where it is nothing."""
+    """The other field for a name, or for the closest one to it: `grpo goes into Arm(loss=…)`; else empty."""
     others = {n: f"is a whole method; use --arm {n}, or arms=({n!r},)" for n in read_table()["methods"]}
     others |= {n: f"goes into Arm({FIELD[known.kind]}=…)" for n, known in known_components().items()}
-    found = difflib.get_close_matches(name, others.keys() - {*choices}, n=1, cutoff=0.8)
-    return f"{found[0]} {others[found[0]]}" if found else ""
+    close = difflib.get_close_matches(name, others.keys() - {*choices}, n=1, cutoff=0.8)
+    return f"{close[0]} {others[close[0]]}" if close else ""
 
 
 # ---------------------------------------------------------------------- text → arm
 def parse(text: str, methods: Mapping[str, str]) -> Arm:
-    """The arm that a text spells. `methods`: names that may come first, and how each is spelled.
+    """The arm of a text. `methods`: names that may come first, and the text of each.
 
-    Its name is the text without blanks, if no `name=` is given. Raises ConfigError for a name or an option that is not
-    there, for a component where the method has one, and for what cannot be read.
+    Its name is the text without blanks, unless there is a `name=`. Raises ConfigError for an unknown name or option,
+    for a second component where the method has one, and for text that cannot be read.
     """
     head, *rest = split_pieces(text)
     field, use = _read_piece(text, head)
     if field not in (None, "loss"):
         raise ConfigError(f"arm {text!r} begins with {head!r}. Begin with a method, a preset, a loss, or loss=….")
     start = _start_from(use, {} if field else methods)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for piece in rest:
         field, use = _read_piece(text, piece)
         where = field or _field_of(text, use, methods)
-        if where not in SEVERAL and (where in found or where == "loss"):
+        if where not in SEVERAL and (where in fields or where == "loss"):
             raise ConfigError(f"arm {text!r} has more than one {where}. Give one.")
         if where in ("name", "anchor"):
-            found[where] = ast.literal_eval(use.name) if use.name[0] in "'\"" else use.name
+            quoted = use.name[0] in "'\""
+            fields[where] = read_options(f"{where}={use.name}", f"{text!r}")[where] if quoted else use.name
         elif where in SEVERAL:
-            before = () if field or where == "advantage" else getattr(start, where)
-            found[where] = () if use.name == "none" else (*found.get(where, before), require_options(use))
+            own = () if where == "advantage" else getattr(start, where)
+            if where in fields and (use.name == "none" or field and own and fields[where][: len(own)] == own):
+                raise ConfigError(f"arm {text!r}: {piece} replaces {where} before it. Write it first, or leave it out.")
+            before = fields.get(where, () if field else own)
+            fields[where] = () if use.name == "none" else (*before, require_options(use))
         else:
             if field is None and getattr(start, where) != getattr(DEFAULT, where):
-                raise ConfigError(f"arm {text!r}: {head} already has {where}={getattr(start, where)}. To replace it, "
-                                  f"write {where}={piece}.")
+                raise ConfigError(
+                    f"arm {text!r}: {head} already has {where}={getattr(start, where)}. To replace it, write "
+                    f"{where}={piece}."
+                )
             if use.name == "none" and getattr(DEFAULT, where) is not None:
-                raise ConfigError(f"arm {text!r}: {where} cannot be none. Replace it by another component.")
-            found[where] = None if use.name == "none" else require_options(use)
-    steps = found.get("advantage")
+                raise ConfigError(f"arm {text!r}: {where} cannot be none")
+            fields[where] = None if use.name == "none" else require_options(use)
+    steps = fields.get("advantage")
     if steps and "advantage=" not in text and not any(step.name in BASELINES for step in steps):
         written = "+".join(map(_spell_use, steps))
-        raise ConfigError(f"arm {text!r} has no advantage step that compares with other responses or a critic "
-                          f"({', '.join(BASELINES)}). Write group+{written} or {written}+group, or advantage={written} "
-                          "for no baseline.")
-    return start.replace(**{"name": "".join(text.split()), **found})
+        raise ConfigError(
+            f"arm {text!r} has no baseline among its advantage steps ({', '.join(BASELINES)}). Write group+{written}, "
+            f"or advantage={written} for none."
+        )
+    return start.replace(**{"name": "".join(text.split()), **fields})
 
 
 def require_options(use: Component) -> Component:
-    """The component, if it has its options. Raises ConfigError for one that is not its own, and for one it lacks."""
+    """The component. Raises ConfigError for an unknown option, and for one that it lacks."""
     if known := known_components().get(use.name):
         for name in use.options:
             if name not in known.options:
@@ -125,9 +167,10 @@ def require_options(use: Component) -> Component:
 
 
 def split_pieces(text: str) -> list[str]:
-    """The text cut at every + that is in no bracket and no quotes."""
-    found, depth, quote, escaped = [""], 0, "", False
-    for sign in text:
+    """The text cut at every + outside of brackets and quotes, without blanks. Raises ConfigError for a blank inside a
+    word or a number."""
+    pieces, depth, quote, escaped = [""], 0, "", False
+    for place, sign in enumerate(text):
         if escaped or sign == "\\":
             escaped = not escaped
         elif quote or sign in "'\"":
@@ -135,14 +178,16 @@ def split_pieces(text: str) -> list[str]:
         else:
             depth += (sign in "([{") - (sign in ")]}")
         if sign == "+" and not depth and not quote:
-            found.append("")
+            pieces.append("")
         elif quote or not sign.isspace():
-            found[-1] += sign
-    return found
+            if not quote and text[:place][-1:].isspace() and WORD.fullmatch(pieces[-1][-1:] + sign):
+                raise ConfigError(f"arm {text!r} has a blank before {text[place:]!r:.40}. Join its pieces by +.")
+            pieces[-1] += sign
+    return pieces
 
 
 def _start_from(use: Component, methods: Mapping[str, str]) -> Arm:
-    """What the first component of a text stands for."""
+    """The arm of the first component of a text."""
     if use.name in methods:
         method = parse(methods[use.name], {})
         field = _known_field(use) or "loss"
@@ -165,35 +210,27 @@ def _start_from(use: Component, methods: Mapping[str, str]) -> Arm:
 
 
 def _refuse_ambiguous(use: Component, method: Arm) -> None:
-    """Raise ConfigError for an option that a component of the method has which is not its loss: `tis(cap=5)`, where the
-    loss has a `cap` of its own."""
-    loss = Component.of(method.loss).name
+    """Raise ConfigError for an option of another component of the method than its loss: of `tis(cap=5)` the loss has a
+    `cap`, too."""
     for field in SEVERAL:
-        steps = getattr(method, field)
-        for part in steps:
-            for name in use.options if part.name in known_components() else ():
-                if name in known_components()[part.name].options:
-                    new = Component(part.name, **{**part.options, name: use.options[name]})
-                    text = "+".join(f"{field}={_spell_use(new if step is part else step)}" for step in steps)
-                    mine = name in known_components()[loss].options
-                    raise ConfigError(
-                        f"{_spell_use(Component(use.name, **{name: use.options[name]}))}: {name} is an option "
-                        f"of {part.name}. Write {use.name}+{text}"
-                        + (f", or begin with {loss}(…) for its loss" if mine else "")
-                    )
+        for part in getattr(method, field):
+            known = known_components().get(part.name)
+            if known and (names := [name for name in use.options if name in known.options]):
+                new = Component(part.name, **{**part.options, names[0]: use.options[names[0]]})
+                raise ConfigError(
+                    f"{_spell_use(use)}: {names[0]} is an option of {part.name}. Write {use.name}+{field}="
+                    f"{_spell_use(new)}, or begin with {Component.of(method.loss).name}(…) for its loss."
+                )
 
 
 def _field_of(text: str, use: Component, methods: Mapping[str, str]) -> str:
-    """The field that a component goes into, by its kind."""
+    """The field of a component, by its kind."""
     if (field := _known_field(use)) is not None:
         return field
     if use.own:
-        raise ConfigError(f"arm {text!r}: name the field of {use.name}, e.g. terms={use.name}. The fields are "
-                          f"{', '.join(FIELDS)}.")
+        raise ConfigError(f"arm {text!r}: name the field of {use.name}, e.g. terms={use.name}: {', '.join(FIELDS)}")
     if use.name in methods:
-        added = methods[use.name].partition("+")[2]
-        raise ConfigError(f"arm {text!r}: {use.name} is a whole method, and can only come first."
-                          + (f" Its component is {added}." if added else ""))
+        raise ConfigError(f"arm {text!r}: {use.name} is the method {methods[use.name]}, and can only come first")
     unknown("component", use.name, known_components())
 
 
@@ -203,34 +240,43 @@ def _known_field(use: Component) -> str | None:
 
 
 def _names_for(field: str) -> list[str]:
-    """The components that may go into a field of an arm."""
+    """The components for a field of an arm."""
     return [n for n, known in known_components().items() if FIELD[known.kind] == SAME_COMPONENTS.get(field, field)]
 
 
 def _read_piece(text: str, piece: str) -> tuple[str | None, Component]:
-    """The field that a piece names, if it does, and its component."""
+    """The field of a piece, where it has one, and its component."""
     match = PIECE.fullmatch(piece)
     if match is None:
-        raise ConfigError(f"arm {text!r}: {piece!r} cannot be read. Write name, name(option=value,…) or field=name, "
-                          "joined by +.")
+        raise ConfigError(f"arm {text!r}: {piece!r} cannot be read. Write name, name(option=value,…) or field=name.")
     field, name, options = match.groups()
     if field is not None and field not in FIELDS:
         unknown("field of an arm", field, FIELDS)
     use = Component(name, **read_options(options or "", f"{piece!r} in arm {text!r}"))
+    if use.options and (field in ("name", "anchor") or name == "none"):
+        raise ConfigError(f"arm {text!r}: {piece!r} takes no options. Write {piece.partition('(')[0]}.")
     if field not in (None, "name", "anchor") and name != "none" and not use.own and name not in _names_for(field):
         if known := _known_field(use):
             raise ConfigError(f"arm {text!r}: {name} goes into {known}, not into {field}")
-        unknown(f"component for {field}", name, [*_names_for(field), "pkg.module:name"],
-                suggest_field(name, _names_for(field)))
+        names = _names_for(field)
+        unknown(f"component for {field}", name, [*names, "pkg.module:name"], suggest_field(name, names))
     return field, use
 
 
 # ---------------------------------------------------------------------- arm → text
 def spell(arm: Arm, methods: Mapping[str, str]) -> str:
-    """The text that `parse` reads as this arm, its name included."""
+    """The text of this arm for `parse`, its name included."""
+    text = spell_components(arm, methods)
+    if text == arm.name:
+        return text
+    return f"{text}+name={arm.name if PLAIN.fullmatch(arm.name) else repr(arm.name)}"
+
+
+def spell_components(arm: Arm, methods: Mapping[str, str], form: Callable[[Part], Component] = Component.of) -> str:
+    """The text of an arm without its name; `form` completes each component."""
     loss = Component.of(arm.loss)
     more = loss.name in methods and parse(loss.name, methods) != Arm(name=loss.name, loss=loss.name)
-    pieces = [f"{'loss=' if more or loss.own else ''}{_spell_use(loss)}"]
+    pieces = [f"{'loss=' if more or loss.own else ''}{_spell_use(form(loss))}"]
     for field in FIELDS:
         value = getattr(arm, field)
         if field in ("name", "loss") or value == getattr(DEFAULT, field):
@@ -238,13 +284,23 @@ def spell(arm: Arm, methods: Mapping[str, str]) -> str:
         if field == "anchor":
             pieces.append(f"anchor={value}")
             continue
-        uses = value if field in SEVERAL else (value,)
-        pieces += [_spell_use(use) if field != "advantage" and _known_field(use) == field
-                   else f"{field}={_spell_use(use)}" for use in uses] or [f"{field}=none"]
-    text = "+".join(pieces)
-    if text == arm.name:
-        return text
-    return f"{text}+name={arm.name if PLAIN.fullmatch(arm.name) else repr(arm.name)}"
+        uses = map(form, value if field in SEVERAL else (value,))
+        pieces += [
+            _spell_use(use) if field != "advantage" and _known_field(use) == field else f"{field}={_spell_use(use)}"
+            for use in uses
+        ] or [f"{field}=none"]
+    return "+".join(pieces)
+
+
+def fill_in(part: Part) -> Component:
+    """A component with all its options, defaults included."""
+    part = Component.of(part)
+    known = known_components().get(part.name)
+    options = {**(known.options if known else {}), **part.options}
+    if known and "options" in options:  # of the component that `base` or `rule` names
+        inner = Component(options.get("base") or options["rule"], **(options["options"] or {}))
+        options["options"] = dict(fill_in(inner).options)
+    return Component(part.name, **{name: value for name, value in options.items() if value != REQUIRED})
 
 
 def _spell_use(use: Part) -> str:
@@ -259,6 +315,8 @@ def _spell_value(value: Any) -> str:
         return value if word and not iskeyword(value) and value not in WORDS else repr(value)
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{_spell_value(k)}:{_spell_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return "[" + ",".join(map(_spell_value, value)) + "]"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{_spell_value(item)}," for item in value) + ")"
     return repr(value)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_rl.objectives import Objective
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, Scored, Updated
+from moe_rl.types import MiniBatch, Rollouts, Scored, Updated
 
 
 @runtime_checkable
@@ -26,15 +26,15 @@ class Policy(Protocol):
     """
 
     def score(
-        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
+        self, batch: Rollouts, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
-        """Log-probs, entropy and routes of a batch without gradient; natural routing when `routes` is None.
+        """Log-probs, entropy and routing of rollouts without gradient; unconstrained when `routes` is None.
 
         `scores` asks for router scores as well, which cost memory: for probes. Under a `noise` the routers are moved.
         """
 
-    def update(self, batch: Batch, objective: Objective, noise: Noise | None = None) -> Updated:
-        """One optimizer step on one weighed mini-batch, live or under its routes. What it says was measured before the
+    def update(self, mini_batch: MiniBatch, objective: Objective, noise: Noise | None = None) -> Updated:
+        """One optimizer step on one mini-batch, under its routes where it has some. The result was measured before the
         weights moved. Under a `noise` the loss and its gradient are those of moved routers; the step moves the others.
         """
 
@@ -50,13 +50,13 @@ class Policy(Protocol):
 
 @runtime_checkable
 class ValueModel(Protocol):
-    """A critic: says what a prefix will still earn, and learns it."""
+    """A critic: estimates the reward that follows a prefix."""
 
-    def values(self, batch: Batch) -> Float[Tensor, "batch time"]:
+    def values(self, batch: Rollouts) -> Float[Tensor, "batch time"]:
         """V of the state before every response token, 0 elsewhere; without gradient."""
 
-    def update(self, batch: Batch) -> Mapping[str, float]:
-        """One optimizer step on a weighed mini-batch towards its returns; what its row shall say, measured before."""
+    def update(self, mini_batch: MiniBatch) -> Mapping[str, float]:
+        """One optimizer step on a mini-batch towards its returns; columns of `updates`, measured before."""
 
     def save(self, folder: Path) -> None:
         """Write everything that resuming needs, beside the policy's."""

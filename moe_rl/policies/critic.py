@@ -11,19 +11,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.config import Optimizer
+from moe_rl.models.master_weights import TrainedWeights
 from moe_rl.objectives.advantages import value_loss
-from moe_rl.policies.hf import (
-    checkpoint_activations,
-    cut,
-    join,
-    move_beside,
-    optimizer_of,
-    read_state,
-    take_step,
-    write_state,
-)
+from moe_rl.policies.hf import checkpoint_activations, cut, join, move_beside
+from moe_rl.policies.optimizer import make_optimizer, read_state, take_step, write_state
 from moe_rl.tasks.base import EQUAL
-from moe_rl.types import Batch
+from moe_rl.types import MiniBatch, Rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,49 +52,52 @@ class HFCritic:
         self.settings, self.clip = optimizer, clip
         self.micro_batch, self.micro_batch_tokens, self.score_batch = micro_batch, micro_batch_tokens, score_batch
         self.device = embeddings.device
-        self.optimizer = optimizer_of(self.model, optimizer)
+        self.trained = TrainedWeights(self.model)
+        self.optimizer = make_optimizer(self.trained, optimizer)
         self.updates = 0
         if activation_checkpointing:
             checkpoint_activations(body, reentrant=False)
 
     @torch.no_grad()
-    def values(self, batch: Batch) -> Float[Tensor, "batch time"]:
+    def values(self, batch: Rollouts) -> Float[Tensor, "batch time"]:
         """V of the state before every response token; see `ValueModel.values`."""
         cuts = cut(batch, self.score_batch, self.micro_batch_tokens)
         return join([move_beside(batch, self._forward(batch.rows(rows))) for rows in cuts], batch, cuts)[0]
 
-    def update(self, batch: Batch) -> dict[str, float]:
-        """One step down the value loss, and what it was before: loss, explained variance, gradient norm."""
-        assert batch.returns is not None, "the trainer fills it in before an update"
+    def update(self, mini_batch: MiniBatch) -> dict[str, float]:
+        """One step down the value loss; loss, explained variance and gradient norm before it."""
         self.optimizer.zero_grad(set_to_none=True)
         parts, loss = [], 0.0
-        cuts = cut(batch, self.micro_batch, self.micro_batch_tokens)
+        cuts = cut(mini_batch, self.micro_batch, self.micro_batch_tokens)
         for rows in cuts:
-            part = batch.rows(rows).to(self.device)
-            assert part.values is not None and part.returns is not None and part.weights is not None
+            part = mini_batch.rows(rows).to(self.device)
+            assert part.values is not None and part.returns is not None, "an arm with a critic has both"
             values = self._forward(part)
-            one = value_loss(values, old_values=part.values, returns=part.returns, weights=part.weights, clip=self.clip)
-            one.backward()
-            loss += one.item()
-            parts.append(move_beside(batch, values.detach()))
-        norm, _ = take_step(self.model, self.optimizer, self.settings, self.updates + 1, whose=" critic's")
+            part_loss = value_loss(
+                values, old_values=part.values, returns=part.returns, weights=part.weights, clip=self.clip
+            )
+            part_loss.backward()
+            loss += part_loss.item()
+            parts.append(move_beside(mini_batch, values.detach()))
+        norm, _ = take_step(self.trained, self.optimizer, self.settings, self.updates + 1, whose=" critic's")
         self.updates += 1
-        found = {"value_loss": loss, "value_grad_norm": norm}
-        returns = batch.returns[batch.response_mask].double()
+        row = {"value_loss": loss, "value_grad_norm": norm}
+        assert mini_batch.returns is not None
+        returns = mini_batch.returns[mini_batch.response_mask].double()
         if returns.numel() and (spread := returns.std(correction=0)) > EQUAL:
-            left = returns - join(parts, batch, cuts)[0][batch.response_mask]
-            found["value_explained_variance"] = 1 - (left.std(correction=0) / spread).item() ** 2
-        return found
+            residuals = returns - join(parts, mini_batch, cuts)[0][mini_batch.response_mask]
+            row["value_explained_variance"] = 1 - (residuals.std(correction=0) / spread).item() ** 2
+        return row
 
     def save(self, folder: Path) -> None:
         """Write weights (safetensors) and optimizer moments beside the policy's; bit-exact."""
-        write_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.updates)
+        write_state(folder / WEIGHTS, folder / MOMENTS, self.trained, self.optimizer, self.updates)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into this critic."""
-        self.updates = read_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.device)
+        self.updates = read_state(folder / WEIGHTS, folder / MOMENTS, self.trained, self.optimizer, self.device)
 
-    def _forward(self, part: Batch) -> Float[Tensor, "batch time"]:
+    def _forward(self, part: Rollouts) -> Float[Tensor, "batch time"]:
         """V, with gradient. The value before token t comes out at t − 1, where the policy's log-probs of t do too, so
         the last token is no input, and right padding reaches nothing."""
         tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)

@@ -6,9 +6,9 @@ spreads the same over ranks.
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,17 +21,29 @@ from torch import Tensor, nn
 
 from moe_rl import ranks
 from moe_rl.config import Optimizer, RunConfig
-from moe_rl.errors import ConfigError, Diverged, raise_os_errors
+from moe_rl.errors import ConfigError
+from moe_rl.models.compilation import check_backend, compile_parts, try_parts
 from moe_rl.models.load import LoadedModel, load
+from moe_rl.models.master_weights import TrainedWeights
 from moe_rl.models.vocabulary import LOGITS, entropy_of, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective
+from moe_rl.policies.optimizer import (
+    compute_cosine_with,
+    last_step,
+    make_optimizer,
+    narrow_sample,
+    read_state,
+    share_changed,
+    take_step,
+    write_state,
+)
 from moe_rl.registry import checked
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.router_noise import Noise, disturbed
-from moe_rl.routing.sites import find_sites, router_parameters
+from moe_rl.routing.sites import find_sites
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Batch, Scored, Updated
+from moe_rl.types import MiniBatch, Rollouts, Scored, Stage, Updated
 
 PerToken = Float[Tensor, "batch time"]
 Rows = slice | Tensor
@@ -40,25 +52,42 @@ WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
 BIAS = "e_score_correction_bias"
 
 
-def _check(run: RunConfig) -> None:
+def _check(run: RunConfig, *, master_weights: bool = True, compile: str | None = None) -> None:
+    check_backend(compile)
     if ranks.planned() > 1:
-        raise ConfigError(f"policy='hf' runs in one process, but this run has {ranks.planned()}. Leave torchrun or "
-                          "launcher.ranks out, or use --policy fsdp or --policy megatron.")
+        raise ConfigError(
+            f"policy='hf' runs in one process, but this run has {ranks.planned()}. Leave torchrun or "
+            "launcher.ranks out, or use --policy fsdp or --policy megatron."
+        )
 
 
 @checked(_check)
-def hf(run: RunConfig, start: LoadedModel, frozen: bool) -> HFPolicy:
-    """The policy `hf`, which trains `start` itself; `frozen`: a copy of it, which only scores."""
+def hf(
+    run: RunConfig, start: LoadedModel, frozen: bool, *, master_weights: bool = True, compile: str | None = None
+) -> HFPolicy:
+    """The policy `hf`, which trains `start` itself; `frozen`: a copy of it, which only scores. `master_weights`: the
+    optimizer trains float32 copies of weights that are narrower (`model.dtype=bfloat16`), 18 bytes a parameter. False
+    trains the narrow ones, 8 bytes a parameter, and loses most small steps. `compile`: a backend of torch.compile,
+    such as `inductor`, for what lies between the routers (`models.compilation`). Engines decode eagerly."""
     model = copy_of(run, start) if frozen else start.model
-    return HFPolicy(model, run.optimizer, gradient_cosine=run.measure.gradient_cosine and not frozen,
-                    **settings_of(run, frozen))
+    return HFPolicy(
+        model,
+        run.optimizer,
+        master_weights=master_weights and not frozen,
+        compile=compile,
+        gradient_cosine=run.measure.gradient_cosine and not frozen,
+        **settings_of(run, frozen),
+    )
 
 
 def settings_of(run: RunConfig, frozen: bool = False) -> dict[str, Any]:
     """The settings of a run that an `HFPolicy` takes."""
-    return {"temperature": run.temperature, "micro_batch": run.micro_batch,
-            "micro_batch_tokens": run.micro_batch_tokens,
-            "activation_checkpointing": run.activation_checkpointing and not frozen}
+    return {
+        "temperature": run.temperature,
+        "micro_batch": run.micro_batch,
+        "micro_batch_tokens": run.micro_batch_tokens,
+        "activation_checkpointing": run.activation_checkpointing and not frozen,
+    }
 
 
 def copy_of(run: RunConfig, start: LoadedModel) -> Any:
@@ -73,8 +102,9 @@ class HFPolicy:
 
     `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward with
     gradient, `micro_batch_tokens` the tokens of any forward, for which rows are sorted by length; a sequence is never
-    split. `activation_checkpointing` is False, "reentrant" or "non-reentrant". With `gradient_cosine` every update says
-    how its gradient lies to the one before (`compute_cosine_with`), which is kept for it.
+    split. `activation_checkpointing` is False, "reentrant" or "non-reentrant". `master_weights`: see `TrainedWeights`.
+    `compile`: the backend for `compile_parts`. With `gradient_cosine` every update says how its gradient lies to the
+    one before (`compute_cosine_with`), which is kept for it.
     """
 
     def __init__(
@@ -87,6 +117,8 @@ class HFPolicy:
         micro_batch_tokens: int | None = None,
         score_batch: int = 256,
         activation_checkpointing: bool | str = False,
+        master_weights: bool = True,
+        compile: str | None = None,
         gradient_cosine: bool = False,
     ):
         self.model = model.eval()
@@ -94,19 +126,22 @@ class HFPolicy:
         self.temperature = temperature
         self.micro_batch, self.micro_batch_tokens, self.score_batch = micro_batch, micro_batch_tokens, score_batch
         self.device = next(model.parameters()).device
-        self.optimizer = optimizer_of(model, optimizer)
         self.biases = correction_biases(model) if optimizer.loss_free_bias else []
         self.updates = 0
         self.last_gradient: list[Tensor] | None = [] if gradient_cosine else None
         if activation_checkpointing:
             checkpoint_activations(model, reentrant=activation_checkpointing == "reentrant")
+        if compile is not None:
+            try_parts(model, compile_parts(model, compile), compile)  # before masters take its gradients
+        self.trained = TrainedWeights(model, master_weights)
+        self.optimizer = make_optimizer(self.trained, optimizer)
 
     # ------------------------------------------------------------------ the verbs
     @torch.no_grad()
     def score(
-        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
+        self, batch: Rollouts, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
-        """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
+        """Log-probs, entropy and routing of rollouts; unconstrained when `routes` is None. See `Policy.score`."""
         if routes is not None:
             routes.require_known()
         parts = []
@@ -120,24 +155,41 @@ class HFPolicy:
             parts.append(move_beside(batch, *outputs, *routed.traces, seen))
         return Scored(*self._join(parts, batch, cuts))
 
-    def update(self, batch: Batch, objective: Objective, noise: Noise | None = None) -> Updated:
+    def update(self, batch: MiniBatch, objective: Objective, noise: Noise | None = None) -> Updated:
         """One optimizer step on a mini-batch. Micro-batches only add: the weights of the loss span all of it."""
         (logprobs, entropy, routes, preferred, clipped_by), loss, metrics = self._backward(batch, objective, noise)
         if self.last_gradient is not None:
-            cosine = compute_cosine_with(self.last_gradient, self._trainable())
+            cosine = compute_cosine_with(self.last_gradient, self.trained.parameters())
             metrics = metrics if cosine is None else {**metrics, "grad_cosine": cosine}
-        norm, clipped = take_step(self.model, self.optimizer, self.settings, self.updates + 1)
+        before = narrow_sample(self.trained)
+        norm, clipped = take_step(
+            self.trained,
+            self.optimizer,
+            self.settings,
+            self.updates + 1,
+            locate=lambda: objective.locate_divergence(batch, logprobs, entropy),
+        )
         self.updates += 1
+        if before:
+            changed = share_changed(before, narrow_sample(self.trained))
+            metrics = {**metrics, "weights_changed": changed}
+            if self.updates == 1 and not self.trained.masters:
+                warnings.warn(
+                    f"master_weights=False: the first step changed {changed:.1%} of the weights that are narrower than "
+                    "float32. Leave master_weights out to train float32 masters.",
+                    stacklevel=2,
+                )
         if self.biases:
             balance(self.biases, preferred or routes, self.settings.loss_free_bias)
-        found = (logprobs, entropy, routes, preferred, clipped_by)
-        return Updated(*found, loss=loss, grad_norm=norm, grad_clipped=clipped, metrics=metrics)
+        outputs = (logprobs, entropy, routes, preferred, clipped_by)
+        return Updated(*outputs, loss=loss, grad_norm=norm, grad_clipped=clipped, metrics=metrics)
 
-    def gradient(self, batch: Batch, objective: Objective) -> Float[Tensor, " parameters"]:
+    def gradient(self, batch: MiniBatch, objective: Objective) -> Float[Tensor, " parameters"]:
         """What `update` would clip and hand to its optimizer, of all trainable parameters in one vector. No step."""
         self._backward(batch, objective)
-        found = [ranks.join_shards(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._trainable()]
-        gradient = torch.cat([gradient.flatten() for gradient in found])
+        trained = self.trained.parameters()
+        parts = [ranks.join_shards(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
+        gradient = torch.cat([part.flatten() for part in parts])
         self.optimizer.zero_grad(set_to_none=True)
         return gradient
 
@@ -153,46 +205,30 @@ class HFPolicy:
 
     def save(self, folder: Path) -> None:
         """Write weights (safetensors) and optimizer moments; bit-exact."""
-        write_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.updates)
+        write_state(folder / WEIGHTS, folder / MOMENTS, self.trained, self.optimizer, self.updates)
         if self.last_gradient:
             torch.save(self.last_gradient, folder / GRADIENT)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote into this policy."""
-        self.updates = read_state(folder / WEIGHTS, folder / MOMENTS, self.model, self.optimizer, self.device)
+        self.updates = read_state(folder / WEIGHTS, folder / MOMENTS, self.trained, self.optimizer, self.device)
         if self.last_gradient is not None and self.updates:
             self.last_gradient = torch.load(folder / GRADIENT, map_location=self.device, weights_only=True)
 
-    @torch.no_grad()
-    def distributions(
-        self, batch: Batch, routes: RoutingTrace | None = None
-    ) -> Float[Tensor, "batch time vocabulary"]:
-        """log π(· | prefix) at every response token, 0 elsewhere; all rows at once, so for small vocabularies."""
-        part = batch.to(self.device)
-        if routes is not None:
-            routes.require_known()
-        with self._record_and_replay(part, routes):
-            log_p = self._log_probs(part, first := first_response(part))
-        found = nn.functional.pad(log_p.where(part.response_mask[:, first:, None], 0.0), (0, 0, first, 0))
-        return found.to(batch.tokens.device)
-
-    # ------------------------------------------------------------------ how
-    def _trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    def _cut(self, batch: Batch, most: int) -> list[Rows]:
+    def _cut(self, batch: Rollouts, most: int) -> list[Rows]:
         """The rows of every forward of this process."""
         return cut(batch, most, self.micro_batch_tokens)
 
-    def _join(self, parts: list[tuple], batch: Batch, cuts: list[Rows]) -> list:
+    def _join(self, parts: list[tuple], batch: Rollouts, cuts: list[Rows]) -> list:
         """What all forwards over a batch gave, each kind as one."""
         return join(parts, batch, cuts)
 
     def _apply_noise(self, noise: Noise | None) -> AbstractContextManager[None]:
-        return disturbed(self.model, noise, partial(last_step, self.optimizer))
+        find_step = partial(last_step, self.trained, self.optimizer)
+        return nullcontext() if noise is None else disturbed(self.model, noise, find_step)
 
     def _backward(
-        self, batch: Batch, objective: Objective, noise: Noise | None = None
+        self, batch: MiniBatch, objective: Objective, noise: Noise | None = None
     ) -> tuple[list, float, Mapping[str, float]]:
         """Fresh gradients of a mini-batch's loss; returns the outputs of its rows, the loss and its metrics."""
         if batch.routes is not None:
@@ -219,15 +255,17 @@ class HFPolicy:
     def _prepare_backward(self, last: bool) -> None:
         """Called before the backward of every micro-batch; `last`: of the mini-batch's last one."""
 
-    def _router_inputs(self, batch: Batch, objective: Objective, noise: Noise | None) -> Callable[..., dict[str, Any]]:
-        """What parts that look at routers are given about some rows of a mini-batch, once their forward has run."""
+    def _router_inputs(
+        self, batch: MiniBatch, objective: Objective, noise: Noise | None
+    ) -> Callable[..., dict[str, Any]]:
+        """A function that gives `RouterInputs` of some rows of a mini-batch, once their forward has run."""
         weights, load = token_weights(batch.attention_mask, batch.response_mask), None
         if "load" in objective.needs and len(batch.tokens[self._cut(batch, self.micro_batch)[0]]) < len(batch):
-            whole = self.score(batch, batch.routes, noise=noise)
-            load = load_of(weights, whole.routes, whole.preferred)
+            scored = self.score(batch, batch.routes, noise=noise)
+            load = load_of(weights, scored.routes, scored.preferred)
             load = {kind: tuple(share.to(self.device) for share in sites) for kind, sites in load.items()}
 
-        def inputs_of(rows: Rows, part: Batch, routed: Routed) -> dict[str, Any]:
+        def inputs_of(rows: Rows, part: MiniBatch, routed: Routed) -> dict[str, Any]:
             here = weights[rows][:, : part.tokens.shape[1]].to(self.device)
             return {"router": RouterInputs.of(part.old_scores, routed, here, load)}
 
@@ -235,9 +273,9 @@ class HFPolicy:
 
     @contextmanager
     def _record_and_replay(
-        self, part: Batch, routes: RoutingTrace | None, scores: bool = False, logits: bool = False
+        self, part: Rollouts, routes: RoutingTrace | None, scores: bool = False, logits: bool = False
     ) -> Iterator[Routed]:
-        """Scope of one forward (and its backward), which says what the routers did as soon as the forward has run."""
+        """Scope of one forward (and its backward), with what the routers did once the forward has run."""
         inputs = part.tokens[:, :-1].to(self.device)
         followed = part.attention_mask[:, 1:].to(self.device)  # inputs whose output is a real token
         forced = None
@@ -248,7 +286,7 @@ class HFPolicy:
         with replay_routing(self.model, forced, part=True) as replay, recorder as recording:
             yield Routed(inputs, followed, recording, replay)
 
-    def _in_pieces(self, part: Batch) -> bool:
+    def _in_pieces(self, part: Rollouts) -> bool:
         """Whether the logits of its responses are too many to be held at once, and can be made piece by piece."""
         head = head_of(self.model)
         count = part.response_mask[:, first_response(part) :].numel()
@@ -258,26 +296,25 @@ class HFPolicy:
     def _head_is_apart(self) -> bool:
         return head_is_apart(self.model)
 
-    def _forward(
-        self, part: Batch, in_pieces: bool, entropy_gradient: bool = False
-    ) -> tuple[PerToken, PerToken]:
+    def _forward(self, part: Rollouts, in_pieces: bool, entropy_gradient: bool = False) -> tuple[PerToken, PerToken]:
         """Log-probs and entropy of the response tokens, 0 elsewhere."""
         first = first_response(part)
         tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)[:, first:]
-        kept = None if part.kept is None else part.kept.to(self.device).since(first)
+        sets = None if part.kept is None else part.kept.to(self.device).since(first)
         if in_pieces:
-            found = log_probs_in_pieces(self.model, tokens[:, :-1], tokens[:, first:], mask, self.temperature,
-                                        entropy_gradient, kept)
+            outputs = log_probs_in_pieces(
+                self.model, tokens[:, :-1], tokens[:, first:], mask, self.temperature, entropy_gradient, sets
+            )
         else:
             log_p = self._log_probs(part, first)
             chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
             with nullcontext() if entropy_gradient else torch.no_grad():
-                entropy = entropy_of(log_p, kept is not None)
-            found = chosen.where(mask, 0.0), entropy.where(mask, 0.0)
-        chosen, entropy = (nn.functional.pad(x, (first, 0)) for x in found)
+                entropy = entropy_of(log_p, sets is not None)
+            outputs = chosen.where(mask, 0.0), entropy.where(mask, 0.0)
+        chosen, entropy = (nn.functional.pad(x, (first, 0)) for x in outputs)
         return chosen, entropy
 
-    def _log_probs(self, part: Batch, first: int) -> Float[Tensor, "batch kept vocabulary"]:
+    def _log_probs(self, part: Rollouts, first: int) -> Float[Tensor, "batch kept vocabulary"]:
         """log π over the vocabulary from the token `first` on, -inf at what truncated sampling did not keep.
 
         The last token is never an input: nothing depends on it. Right padding under a causal mask reaches no real
@@ -290,7 +327,7 @@ class HFPolicy:
         return (logits if part.kept is None else part.kept.to(self.device).since(first).only(logits)).log_softmax(-1)
 
 
-def first_response(part: Batch) -> int:
+def first_response(part: Rollouts) -> int:
     """The first position at which a row has a response token; the first token of all is nobody's."""
     return max(1, int(part.response_mask.any(0).long().argmax()))
 
@@ -309,20 +346,17 @@ def checkpoint_activations(model: Any, reentrant: bool) -> None:
 
 
 # ---------------------------------------------------------------------- a batch in forwards that fit
-def fill_rows(batch: Batch, order: Tensor) -> Batch:
+def fill_rows(batch: Stage, order: Tensor) -> Stage:
     """The rows `order` of the batch; those beyond its end are copies of the last one without a response, so that they
     weigh nothing, for ranks that must do as much as others."""
     real = (order < len(batch))[:, None]
     rows = batch.rows(order.clamp(max=len(batch) - 1))
-    return replace(
-        rows,
-        response_mask=rows.response_mask & real,
-        loss_mask=None if rows.loss_mask is None else rows.loss_mask & real,
-        weights=None if rows.weights is None else rows.weights * real,
-    )
+    if isinstance(rows, MiniBatch):
+        rows = replace(rows, mask=rows.mask & real, weights=rows.weights * real)
+    return replace(rows, response_mask=rows.response_mask & real)
 
 
-def cut(batch: Batch, rows: int, tokens: int | None = None) -> list[Rows]:
+def cut(batch: Rollouts, rows: int, tokens: int | None = None) -> list[Rows]:
     """The rows of every forward, at most `rows`, in their order. Under a budget of `tokens`, padding included, they are
     sorted by length, the longest first, and as many as fit go together, so that little is padding. A row is never
     split: one that is longer than the budget goes alone."""
@@ -338,12 +372,12 @@ def cut(batch: Batch, rows: int, tokens: int | None = None) -> list[Rows]:
     return cuts
 
 
-def move_beside(batch: Batch, *outputs: Tensor | RoutingTrace | RouterScores | None) -> tuple:
+def move_beside(batch: Rollouts, *outputs: Tensor | RoutingTrace | RouterScores | None) -> tuple:
     """What a forward gave, where the batch is, so that it takes no memory of a device until all forwards have run."""
     return tuple(None if x is None else x.to(batch.tokens.device) for x in outputs)
 
 
-def join(parts: Sequence[tuple], batch: Batch, cuts: Sequence[Rows]) -> list:
+def join(parts: Sequence[tuple], batch: Rollouts, cuts: Sequence[Rows]) -> list:
     """Each kind of part as one over the batch's rows, in their order, widened to its time axis, on its device."""
     order = None if isinstance(cuts[0], slice) else torch.cat([c for c in cuts if isinstance(c, Tensor)])
     tokens, mask = (x if order is None else x[order] for x in (batch.tokens, batch.attention_mask))
@@ -356,119 +390,34 @@ def join(parts: Sequence[tuple], batch: Batch, cuts: Sequence[Rows]) -> list:
         if kind[0] is None:
             return None
         if isinstance(kind[0], Tensor):
-            found = torch.cat([widen(x) for x in kind])
-            return found if back is None else found[back]
+            tensor = torch.cat([widen(x) for x in kind])
+            return tensor if back is None else tensor[back]
         scores = isinstance(kind[0], RouterScores)
-        whole = RouterScores.cat(kind, width) if scores else RoutingTrace.cat(kind, tokens, mask)
-        return whole if back is None else whole.rows(back, width)
+        joined = RouterScores.cat(kind, width) if scores else RoutingTrace.cat(kind, tokens, mask)
+        return joined if back is None else joined.rows(back, width)
 
     return [put_back(kind) for kind in zip(*parts, strict=True)]
 
 
-# ---------------------------------------------------------------------- the optimizer
-def optimizer_of(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """With the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
-    routers = {id(p) for p in router_parameters(model)}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise ConfigError("the model has no trainable parameter.")
-    groups = [
-        {"params": [p for p in trainable if id(p) not in routers], "scale": 1.0},
-        {"params": [p for p in trainable if id(p) in routers], "scale": settings.router_lr_scale},
-    ]
-    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
-    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
-
-
-def take_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Optimizer, update: int, whose: str = ""
-) -> tuple[float, bool]:
-    """One step along the clipped gradients, which are gone then; their norm before, and whether they were clipped.
-    Updates are counted from 1. Raises Diverged where a gradient is not finite."""
-    limit = settings.grad_clip or float("inf")
-    total = ranks.join_shards(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    norm = total.item()
-    if not math.isfinite(norm):
-        raise Diverged(f"the{whose} gradient norm is {norm}, so a step would destroy the weights. Lower the{whose} "
-                       "learning rate.")
-    if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
-        nn.utils.clip_grads_with_norm_(model.parameters(), limit, total)
-    for group in optimizer.param_groups:
-        group["lr"] = settings.lr_at(update) * group["scale"]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm, norm > limit
-
-
-@torch.no_grad()
-def compute_cosine_with(last: list[Tensor], parameters: Iterable[nn.Parameter]) -> float | None:
-    """cos(g_t, g_{t−1}) over all of them (arXiv 2603.01501), from sums in float64, before anything is clipped; None
-    where one of them is 0 or there is no `last` yet, which becomes g_t."""
-    now = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    if not last:
-        last += [g.clone() for g in now]
-        return None
-    sums = torch.zeros(3, dtype=torch.float64)
-    for g, before in zip(now, last, strict=True):
-        a, b = g.flatten().double(), before.flatten().double()
-        sums += torch.stack([a @ b, a @ a, b @ b]).cpu()
-        before.copy_(g)
-    return (sums[0] / (sums[1] * sums[2]).sqrt()).item() if sums[1] and sums[2] else None
-
-
-def last_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor | None:
-    """Where the optimizer last moved a parameter, up to a factor and without weight decay; None before its first step.
-    Read off the moments, so that a resumed run knows it."""
-    settings = optimizer.param_groups[0]
-    state = {name: ranks.join_shards(x) for name, x in optimizer.state.get(parameter, {}).items()}
-    if "exp_avg_sq" in state:  # AdamW
-        variance = state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"])
-        return -state["exp_avg"] / (variance.sqrt() + settings["eps"])
-    momentum = state.get("momentum_buffer")
-    return None if momentum is None else -momentum
-
-
-def write_state(
-    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, updates: int
-) -> None:
-    """A module into a safetensors file, its optimizer and the number of its updates into another; bit-exact."""
-    from safetensors.torch import save_model
-
-    weights.parent.mkdir(parents=True, exist_ok=True)
-    with raise_os_errors(weights):
-        save_model(model, str(weights))
-    with raise_os_errors(moments):
-        torch.save({"optimizer": optimizer.state_dict(), "updates": updates}, moments)
-
-
-def read_state(
-    weights: Path, moments: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> int:
-    """Put back what `write_state` wrote; returns the number of updates."""
-    from safetensors.torch import load_model
-
-    load_model(model, str(weights), device=str(device))
-    state = torch.load(moments, map_location=device, weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    return state["updates"]
-
-
+# ---------------------------------------------------------------------- loss-free balancing
 def correction_biases(model: nn.Module) -> list[Tensor]:
     """The bias with which every site's router chooses, and does not weigh. Raises ConfigError for a family whose
     routers have none of their own, and for one in a dtype that rounds small steps away."""
-    found = []
+    biases = []
     for site in find_sites(model):
         bias = getattr(site.module, BIAS, None)
         if not isinstance(bias, Tensor):
-            raise ConfigError(f"optimizer.loss_free_bias: {site.site.name} ({type(site.module).__name__}) has no "
-                              f"{BIAS}. Use a family that has one, such as deepseek_v3 or glm4_moe.")
+            raise ConfigError(
+                f"optimizer.loss_free_bias: {site.site.name} ({type(site.module).__name__}) has no "
+                f"{BIAS}. Use a family that has one, such as deepseek_v3 or glm4_moe."
+            )
         if bias.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"optimizer.loss_free_bias: the bias of {site.site.name} is {bias.dtype}, which is too "
-                              "coarse for steps of 0.001. Set model.router_dtype='float32'.")
-        found.append(bias)
-    return found
+            raise ConfigError(
+                f"optimizer.loss_free_bias: the bias of {site.site.name} is {bias.dtype}, which is too "
+                "coarse for steps of 0.001. Set model.router_dtype='float32'."
+            )
+        biases.append(bias)
+    return biases
 
 
 @torch.no_grad()

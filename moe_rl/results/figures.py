@@ -8,7 +8,6 @@ raises RunError.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FixedLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from moe_rl.errors import RunError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.attribution import AttributionSums
 from moe_rl.registry import Component, lookup, unknown
 from moe_rl.results import plots, stats
@@ -30,40 +29,43 @@ from moe_rl.results.summary import (
     MAIN,
     Metric,
     against,
-    collapsed,
     factor_of,
     gaps,
     geometrically_spaced,
     metric,
     name_of,
-    noise_scale,
-    noises_of,
     numeric,
-    outcomes,
     pairs_of,
-    replaying,
 )
 from moe_rl.storage.frames import Frames
 
 Draw = Callable[[Frames, Sequence[str]], Figure]
-SHARES = {"replayed": "left under replay\nVar(R)", "routes": "route changes\nVar(J)",
-          "covariance": "both together\n2 Cov(R, J)"}
-LEARNING = {"reward": "Training reward", "eval_exact_greedy": "Held-out exact match, greedy",
-            "eval_exact_sampled": "Held-out exact match, sampled"}
+SHARES = {
+    "replayed": "left under replay\nVar(R)",
+    "routes": "route changes\nVar(J)",
+    "covariance": "both together\n2 Cov(R, J)",
+}
+LEARNING = {
+    "reward": "Training reward",
+    "eval_exact_greedy": "Held-out exact match, greedy",
+    "eval_exact_sampled": "Held-out exact match, sampled",
+}
 NONE = pd.Series(dtype=float)
-COMPUTE = {"tokens": "response tokens sampled", "seconds_step": "seconds"}
-GAPS = {"engine_{}_natural": "engine against\npolicy", "engine_{}_replayed": "routes\nreplayed (R3)",
-        "noise_floor_{}": "noise\nfloor"}
+GAPS = {
+    "engine_{}_natural": "engine against\npolicy",
+    "engine_{}_replayed": "routes\nreplayed (R3)",
+    "noise_floor_{}": "noise\nfloor",
+}
 DIFFER = "token × site pairs, S ≠ S′"
-VOID = "×: every run of the arm collapsed there"
 POINTS = 25
 """Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
 
 
 # ---------------------------------------------------------------------- training
 @plots.styled
-def learning(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
-             comparisons: Sequence[Sequence[str]] = ()) -> Figure:
+def learning(
+    frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN, comparisons: Sequence[Sequence[str]] = ()
+) -> Figure:
     """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step), and the
     endpoint's differences within seeds. What no run measured has no panel."""
     differences = differences_of(frames, arms, endpoint, comparisons)
@@ -77,7 +79,7 @@ def learning(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
 
 
 def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frames, arms: Sequence[str]) -> str:
-    """Columns of `steps` over training, a panel each, with the cold start's level; returns what a note says of it."""
+    """Columns of `steps` over training, a panel each, with the level before RL; returns the note."""
     for ax, (column, title) in zip(axes, panels.items(), strict=False):
         frame, window = windows(frames["steps"], column) if column == "reward" else (frames["steps"], "")
         note = plots.curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
@@ -85,28 +87,6 @@ def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frame
         ax.set(title=title, xlabel="step" + window, ylim=(-0.02, 1.02))
     axes[0].set(ylabel="mean reward, share of prompts")
     return note
-
-
-@plots.styled
-def learning_over_compute(frames: Frames, arms: Sequence[str]) -> Figure:
-    """Training reward and held-out exact match over what training took (GSPO, arXiv 2507.18071, Fig. 1): tokens
-    sampled, and seconds of steps with their evaluations, where the tables still have them.
-
-    A point stands where its arm's runs had come by that step on average.
-    """
-    steps = tokens_sampled(frames)
-    spent = [column for column in COMPUTE if column in steps]
-    figure, axes = plots.new_figure(2 * len(spent), "What does learning cost?")
-    for i, column in enumerate(spent):
-        for ax, learned in zip(axes[2 * i :], ("reward", "eval_exact_greedy"), strict=False):
-            frame = windows(steps, learned)[0] if learned == "reward" else steps
-            frame = add_spent(frame, steps, column)
-            note = plots.curves(ax, frame, learned, column, arms, marker="" if learned == "reward" else "o")
-            plots.cold_start(ax, steps, learned)
-            ax.set(title=LEARNING[learned], xlabel=COMPUTE[column], ylim=(-0.02, 1.02))
-            ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes[0].set(ylabel="mean reward, share of prompts")
-    return plots.finish(figure, axes, note)
 
 
 def differences_of(
@@ -121,9 +101,10 @@ def differences_of(
 
 
 def draw_differences(ax: Axes, differences: Mapping[str, pd.Series], arms: Sequence[str], endpoint: Metric) -> str:
-    """A row per difference, around 0; returns what a note says of it."""
-    colours = {name: plots.colour_of(name.partition(" − ")[0], arms) for name in differences}
-    rows = plots.rows_of(ax, differences, colours)
+    """A row per difference, around 0; returns the note."""
+    named = {name + f": {stats.EQUAL}" * (not gap.any()): gap for name, gap in differences.items()}
+    colours = {name: plots.colour_of(name.partition(" − ")[0], arms) for name in named}
+    rows = plots.rows_of(ax, named, colours)
     ax.axvline(0, color="black", linewidth=1)
     ax.set(title="Differences within seeds", xlabel=endpoint.name)
     ax.grid(axis="y", visible=False)
@@ -149,7 +130,7 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
 @plots.styled
 def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
-    figure, axes = plots.new_figure(2, "How many experts change in one step?" + aside_from_noise(frames), sharey=True)
+    figure, axes = plots.new_figure(2, "How many experts change in one step?", sharey=True)
     over_steps, window = windows(frames["steps"], "expert_change_rate")
     note = plots.curves(axes[0], over_steps, "expert_change_rate", "step", arms)
     axes[0].set(title="Over training, all sites", xlabel="step" + window)
@@ -169,22 +150,28 @@ def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
 def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
     """Standard deviation of the token log-ratio by mini-batch index, natural and with the old routes replayed.
 
-    Sums are pooled over steps within a seed before dividing; tokens are measured before they are trained on. In arms
-    that do not replay, what replay would leave is counterfactual.
+    Sums are pooled over steps within a seed before dividing. Tokens are measured before they are trained on. In arms
+    that do not replay, the replayed spread is counterfactual.
     """
     spread = attribution(frames["updates"], by=["update"])
     present = [arm for arm in arms if (spread["arm"] == arm).any()]
     if not present:
         raise RunError("no run measured attribution sums, so there is nothing to draw")
-    title = "How far do log-ratios spread as mini-batches go by?" + aside_from_noise(frames)
-    figure, axes = plots.new_figure(len(present), title, sharey=True)
-    replay = replaying(frames)
+    figure, axes = plots.new_figure(len(present), "How far do log-ratios spread in a step?", sharey=True)
     for ax, arm in zip(axes, present, strict=True):
-        for column, line, name in (("natural_std", "-", "natural"), ("replayed_std", "--", "replayed")):
-            face = None if column == "natural_std" else "white"
-            what = name + (", counterfactual" if name == "replayed" and replay.get(arm) is False else "")
-            note = plots.curves(ax, spread, column, "update", [arm], order=arms, marker="o", linestyle=line, face=face,
-                          label=what, scale="log")
+        for name, line in (("natural", "-"), ("replayed", "--")):
+            note = plots.curves(
+                ax,
+                spread,
+                f"{name}_std",
+                "update",
+                [arm],
+                order=arms,
+                marker="o",
+                linestyle=line,
+                label=name,
+                scale="log",
+            )
         ax.set_title(arm, color=plots.colour_of(arm, arms))
         ax.set_xlabel("mini-batch index (the first is 0)")
         ax.legend(loc="upper left")
@@ -199,29 +186,27 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
 
     They sum to 1; a share can exceed 1 and the covariance can be negative. The first mini-batch is left out.
     """
-    title = "What is the variance of log-ratios associated with?" + aside_from_noise(frames)
-    figure, (ax,) = plots.new_figure(1, title, width=7.5)
-    shares, found = attribution(frames["updates"][frames["updates"]["update"] > 1], by=[]), []
+    figure, (ax,) = plots.new_figure(1, "What is the variance of log-ratios associated with?", width=7.5)
+    shares, bands = attribution(frames["updates"][frames["updates"]["update"] > 1], by=[]), []
     for i, arm in enumerate(arms):
         rows = shares[shares["arm"] == arm].dropna(subset=list(SHARES))
         if rows.empty:
             continue
         b = stats.band(rows[list(SHARES)].to_numpy())
         x = np.arange(len(SHARES)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
-        found.append(b)
+        bands.append(b)
         ax.bar(x, b.mean, 0.72 / len(arms), color=plots.colour_of(arm, arms), alpha=0.8, label=arm)
         plots.whiskers(ax, x, b, "black", linewidth=1.2)
         for seed, row in rows.set_index("seed")[list(SHARES)].iterrows():
             ax.plot(x, row, "o", color="white", markeredgecolor="black", markersize=4, gid=f"{arm} seed={seed}")
-    if not found:
-        raise RunError("no run measured attribution sums with a variance. Train for more steps, or measure more often "
-                       "(--set measure.detail_every=1).")
+    if not bands:
+        raise RunError("no run measured attribution sums with a variance. Use --set measure.detail_every=1.")
     ax.axhline(0, color="black", linewidth=1)
     ax.set_xticks(range(len(SHARES)), list(SHARES.values()))
     ax.grid(axis="x", visible=False)
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.set_ylabel("share of Var(log r), natural")
-    return plots.finish(figure, [ax], plots.note_of(found, "whisker", "dots"))
+    return plots.finish(figure, [ax], plots.note_of(bands, "whisker", "dots"))
 
 
 # ---------------------------------------------------------------------- engine and policy at equal weights
@@ -255,74 +240,13 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
     return plots.finish(figure, axes, note)
 
 
-@plots.styled
-def engine_over_steps(frames: Frames, arms: Sequence[str]) -> Figure:
-    """Whether engine and policy drift apart while training: routes that differ, and KL k3, over steps, log axis."""
-    figure, axes = plots.new_figure(2, "Does the mismatch grow in training?")
-    panels = {"engine_any_change_rate": "Routers that differ", "engine_kl_k3": "KL k3, nats per token"}
-    for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        over_steps, window = windows(frames["steps"], column)
-        note = plots.curves(ax, over_steps, column, "step", arms)
-        ax.set(title=title, xlabel="step" + window)
-    axes[0].set(ylabel=DIFFER, ylim=(0, None))
-    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
-    axes[1].set_yscale("log", nonpositive="clip")
-    return plots.finish(figure, axes, note)
-
-
 # ---------------------------------------------------------------------- runs, and a number per run against a factor
 @plots.styled
-def survival(frames: Frames, arms: Sequence[str]) -> Figure:
-    """Share of runs whose reward has not collapsed, by step (Kaplan–Meier); recovered collapses count, and are named.
-
-    A run that ends without collapse is censored there, or where the dip began in which it ends. Below: how many runs
-    are still looked at.
-    """
-    figure, (ax,) = plots.new_figure(1, "How long does it last?", width=7.5)
-    fates, methods = outcomes(frames), []
-    end, present = int(fates["time"].max()), [arm for arm in arms if (fates["arm"] == arm).any()]
-    ax.set(xlabel="step", ylabel="share of runs not collapsed", xlim=(0, 1.02 * end), ylim=(-0.02, 1.04))
-    plots.use_whole_steps(ax)
-    for i, arm in enumerate(present):
-        rows, colour = fates[fates["arm"] == arm], plots.colour_of(arm, arms)
-        curve = stats.survival(rows["time"], rows["fate"] != "stable")
-        x = np.append(curve.times, end)
-        share, low, high = (np.append(y, y[-1]) for y in (curve.share, curve.low, curve.high))
-        recovered = int((rows["fate"] == "recovered").sum())
-        label = f"{arm}: {curve.events} of {curve.n} collapsed" + f", {recovered} recovered" * bool(recovered)
-        if curve.n >= plots.FEWEST:
-            below, above = (np.repeat(y, 2)[:-1] for y in (low, high))
-            ax.fill_between(np.repeat(x, 2)[1:], below, above, color=colour, alpha=0.12,
-                            linewidth=0)  # step="post" would lose the last step before a NaN
-            methods.append(curve.method)
-        width = 1.8 + 0.8 * (len(present) - 1 - i) * (len(present) <= plots.ARMS)  # curves that coincide are all seen
-        ax.step(x, share, where="post", color=colour, linestyle=plots.dashes_of(arm, arms), label=label,
-                linewidth=width, gid=f"{arm} survival")
-        censored = rows.loc[rows["fate"] == "stable", "time"]
-        at = share[np.searchsorted(x[:-1], censored, side="right") - 1]
-        ax.plot(censored, at, "|", color=colour, markersize=10, markeredgewidth=1.5, gid=f"{arm} censored")
-        _at_risk(ax, rows["time"], arm, colour, i, end)
-    said = [f"band: {method} interval, where defined" for method in dict.fromkeys(methods)]
-    return plots.finish(figure, [ax], "; ".join(["|: runs that ended before any collapse", *said]))
-
-
-def _at_risk(ax: Axes, times: pd.Series, arm: str, colour: str, row: int, end: int) -> None:
-    """How many runs had neither collapsed nor ended before each tick: a row of numbers under the axis."""
-    style: dict[str, Any] = {"color": colour, "fontsize": 8, "va": "top", "annotation_clip": False,
-                             "textcoords": "offset points"}
-    across = ax.get_xaxis_transform()
-    ax.annotate(f"{arm}, at risk  ", (0, 0), xytext=(-6, -36 - 11 * row), xycoords=across, ha="right", **style)
-    for tick in ax.get_xticks():
-        if 0 <= tick <= end:
-            ax.annotate(f"{int((times >= tick).sum())}", (tick, 0), xytext=(0, -36 - 11 * row), xycoords=across,
-                        ha="center", gid=f"{arm} at risk at {tick:g}", **style)
-
-
-@plots.styled
-def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN,
-                     comparisons: Sequence[Sequence[str]] = ()) -> Figure:
+def learning_by_cell(
+    frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN, comparisons: Sequence[Sequence[str]] = ()
+) -> Figure:
     """Training reward and greedy held-out exact match over steps, and the endpoint's differences within seeds: a row of
-    panels per combination of factors. Where routers get noise, the row says so."""
+    panels per combination of factors."""
     figure, axes = plots.new_figure(3 * len(frames.cells), "Does it learn, and does it last?")
     panels = {column: LEARNING[column] for column in ("reward", "eval_exact_greedy")}
     notes: dict[str, str] = {}
@@ -331,85 +255,69 @@ def learning_by_cell(frames: Frames, arms: Sequence[str], *, endpoint: Metric = 
         note = draw_learning(row, panels, here, arms)
         note += draw_differences(row[2], differences_of(here, arms, endpoint, comparisons), arms, endpoint)
         notes[note] = f"{notes[note]}, {cell}" if note in notes else cell
-        noises, sigma = noises_of(here), noise_scale(here)
-        where = (
-            "into all but" if any(router_noise.get("target") == "other_weights" for router_noise in noises) else "into"
-        )
-        injected = f": noise is injected {where} its routers, σ = {sigma:g}" if sigma else ""
-        row[0].set(title=f"{cell}{injected}\n{panels['reward']}")
+        row[0].set(title=f"{cell}\n{panels['reward']}")
     limits = [ax.get_xlim() for ax in axes[2::3]]
     for ax in axes[2::3]:  # one scale, so that rows can be compared
         ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    said = notes if len(notes) == 1 else (f"{cells}: {note}" for note, cells in notes.items())
-    return plots.finish(figure, [ax for i, ax in enumerate(axes) if i % 3 < 2], "; ".join(said))
-
-
-def aside_from_noise(frames: Frames) -> str:
-    """What a title adds where runs have router noise and the figure's columns are measured without it."""
-    return "\nwithout the router noise, which these runs have" if noise_scale(frames) else ""
+    texts = notes if len(notes) == 1 else (f"{cells}: {note}" for note, cells in notes.items())
+    return plots.finish(figure, [ax for i, ax in enumerate(axes) if i % 3 < 2], "; ".join(texts))
 
 
 @plots.styled
-def against_factor(frames: Frames, arms: Sequence[str], *, factor: str, metric: Metric = MAIN,
-                   comparisons: Sequence[Sequence[str]] = ()) -> Figure:
+def against_factor(
+    frames: Frames,
+    arms: Sequence[str],
+    *,
+    factor: str,
+    metric: Metric = MAIN,
+    comparisons: Sequence[Sequence[str]] = (),
+) -> Figure:
     """A number per run against a factor, and beside it the differences within seeds: every seed, mean and interval.
 
-    A pair of panels per combination of the other factors; a log axis where the values are spaced like one. Where every
-    run of an arm collapsed there is no number to speak of: a cross at the foot says so.
+    A pair of panels per combination of the other factors; a log axis where the values are spaced like one.
     """
-    table, lost = against(frames, factor, metric), collapsed(frames)
+    table = against(frames, factor, metric)
     values = list(dict.fromkeys(table["x"]))
     is_number = numeric(values)
     table = table.assign(at=table["x"] if is_number else table["x"].map(values.index))
-    void = [key in lost for key in zip(table["arm"], table["cell"], strict=True)]
-    panels = list(table.assign(void=void).groupby("others", sort=False))
+    panels = list(table.groupby("others", sort=False))
     present = [arm for arm in arms if (table["arm"] == arm).any()]
     pairs = pairs_of(present, comparisons) if len(present) > 1 else ()
-    figure, axes = plots.new_figure(len(panels) * (1 + bool(pairs)), f"{metric.name} against {name_of(factor)}")
+    width = 1 + bool(pairs)
+    figure, axes = plots.new_figure(len(panels) * width, f"{metric.name} against {name_of(factor)}")
+    for ax in axes:
+        _ticks(ax, values, is_number)
+        ax.set(xlabel=name_of(factor))
     for i, (others, rows) in enumerate(panels):
-        left, right = axes[i * (1 + bool(pairs))], axes[i * (1 + bool(pairs)) + 1] if pairs else None
-        for ax in filter(None, (left, right)):
-            _ticks(ax, values, is_number)
-            ax.set(xlabel=name_of(factor))
-        kept = rows[~rows["void"]]
-        scale = plots.scale_of(metric.column, kept["value"].to_numpy())
-        note = plots.curves(left, kept, "value", "at", arms, marker="o", scale=scale)
+        left = axes[i * width]
+        scale = plots.scale_of(metric.column, rows["value"].to_numpy())
+        note = plots.curves(left, rows, "value", "at", arms, marker="o", scale=scale)
         before = plots.before_training(frames["steps"], metric.column).groupby(level=0).mean()
         line = before.reindex(rows["cell"]).groupby(rows["at"].to_numpy()).mean().dropna()
         left.plot(line.index, line, **plots.BEFORE if len(line) else {}, gid=f"before RL {metric.column}")
-        _crosses(left, rows[rows["void"]], arms)
         left.set(title=str(others), ylabel=metric.name)
         if scale == "logit" and (metric.column in plots.COLD_START or metric.column.startswith("eval_")):
             left.set_ylim(-0.02, 1.02)
-        if right is not None:
-            note += _differences(right, rows, pairs, arms)
-            right.set(title="Differences within seeds", ylabel=textwrap.fill(f"difference in {metric.name}", 36))
-    note += f"; {VOID}" * any(void)
+        if pairs:
+            note += draw_differences_over(axes[i * width + 1], rows, pairs, arms)
+            axes[i * width + 1].set(ylabel=textwrap.fill(f"difference in {metric.name}", 36))
     return plots.finish(figure, axes, note)
 
 
-def _differences(ax: Axes, rows: pd.DataFrame, pairs: Sequence[Sequence[str]], arms: Sequence[str]) -> str:
-    """First minus second arm over the factor, where not both have collapsed. Says what differs in method."""
-    wide, found, firsts = rows.set_index(["arm", "at", "seed"]), [], [a for a, _ in pairs]
+def draw_differences_over(ax: Axes, rows: pd.DataFrame, pairs: Sequence[Sequence[str]], arms: Sequence[str]) -> str:
+    """First minus second arm over the factor, around 0; returns the note on them."""
+    wide = rows.pivot(index=["at", "seed"], columns="arm", values="value")
+    note, firsts = "", [a for a, _ in pairs]
     for i, (a, b) in enumerate(pairs):
-        if {a, b} <= set(rows["arm"]):
-            both = wide.loc[a].join(wide.loc[b], lsuffix="_a", rsuffix="_b", how="inner")
-            gap = (both["value_a"] - both["value_b"])[~(both["void_a"] & both["void_b"])].rename("value").reset_index()
-            line = ("-", "--", ":", "-.")[firsts[:i].count(a) % 4]  # tells it from another of the same first arm
-            found.append(plots.over(ax, gap, "at", plots.colour_of(a, arms), f"{a} − {b}", linestyle=line,
-                                    shift=0.02 * (i - (len(pairs) - 1) / 2)) if len(gap) else None)
-    bands = [b for b in found if b is not None]
+        gap = (wide[a] - wide[b]).dropna().rename("value").reset_index() if {a, b} <= {*wide} else wide.iloc[:0]
+        if len(gap):
+            name = f"{a} − {b}" + f": {stats.EQUAL}" * (not gap["value"].any())
+            line = ("-", "--", ":", "-.")[firsts[:i].count(a) % 4]  # tells apart pairs of one first arm
+            gap = gap.assign(arm=name)
+            note = plots.curves(ax, gap, "value", "at", [name], order=arms, marker="o", linestyle=line, scale="linear")
     ax.axhline(0, color="black", linewidth=1)
-    return f". Differences: {plots.note_of(bands, 'whisker', 'dots').removeprefix('mean over ')}" if bands else ""
-
-
-def _crosses(ax: Axes, void: pd.DataFrame, arms: Sequence[str]) -> None:
-    """One per arm and value of the factor, at the foot, beside each other."""
-    for arm, rows in void.groupby("arm"):
-        for at in rows["at"].unique():
-            ax.annotate("×", (at, 0), xytext=(9 * (list(arms).index(arm) - (len(arms) - 1) / 2), 3), ha="center",
-                        xycoords=ax.get_xaxis_transform(), textcoords="offset points", fontweight="bold",
-                        color=plots.colour_of(arm, arms), gid=f"{arm} void at {at:g}")
+    ax.set(title="Differences within seeds")
+    return f". Differences: {note.removeprefix('mean over ')}" if note else ""
 
 
 def _ticks(ax: Axes, values: Sequence[float | str], is_number: bool) -> None:
@@ -417,18 +325,9 @@ def _ticks(ax: Axes, values: Sequence[float | str], is_number: bool) -> None:
     at: Sequence[float] = [float(v) for v in values] if is_number else range(len(values))
     if is_number and geometrically_spaced(at):
         ax.set_xscale("log")
-    ax.set_xlim(*_room(ax, at))
     ax.xaxis.set_major_locator(FixedLocator(at))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xticklabels([f"{v:g}" if is_number else str(v) for v in values], rotation=30 if len(values) > 5 else 0)
-
-
-def _room(ax: Axes, at: Sequence[float]) -> tuple[float, float]:
-    """The values with a margin, also where those at the ends were not drawn."""
-    there, back = (np.log, np.exp) if ax.get_xscale() == "log" else (np.asarray, np.asarray)
-    low, high = there(min(at)), there(max(at))
-    room = 0.07 * (high - low)
-    return float(back(low - room)), float(back(high + room))
 
 
 # ---------------------------------------------------------------------- rows of many runs, pooled
@@ -437,13 +336,13 @@ def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     `natural_std` and `replayed_std`, the standard deviations of D and R in nats."""
     sums = ["attribution_n", *(f"attribution_sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
     if not set(sums) <= set(updates):
-        raise RunError("no run measured attribution sums. Train for more steps, or measure more often (--set "
-                       "measure.detail_every=1).")
+        raise RunError("no run measured attribution sums. Use --set measure.detail_every=1.")
     pooled = updates.dropna(subset=sums).groupby(["arm", "seed", *by])[sums].sum()
     shares = [AttributionSums(*row).shares() for row in pooled.itertuples(index=False)]
-    found = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", "replayed", "routes", "covariance"]))
-    return found.assign(natural_std=found["variance"] ** 0.5,
-                        replayed_std=(found["replayed"] * found["variance"]) ** 0.5)
+    table = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", "replayed", "routes", "covariance"]))
+    return table.assign(
+        natural_std=table["variance"] ** 0.5, replayed_std=(table["replayed"] * table["variance"]) ** 0.5
+    )
 
 
 def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
@@ -462,28 +361,6 @@ def windows(steps: pd.DataFrame, column: str) -> tuple[pd.DataFrame, str]:
     return means, f" (each point: mean of {width} steps)" if width > 1 else ""
 
 
-def tokens_sampled(frames: Frames) -> pd.DataFrame:
-    """The steps, with the `tokens` of all responses that were sampled for each: their mean length times their number,
-    or, with refills, of all groups that were drawn."""
-    steps = frames["steps"]
-    plots.require_columns(steps, "response_tokens")
-    responses = {(arm, seed): (config := json.loads(text))["prompts_per_step"] * config["group_size"]
-                 for arm, seed, text in zip(*(frames.runs[c] for c in ("arm", "seed", "config")), strict=True)}
-    number = [responses[run] for run in zip(steps["arm"], steps["seed"], strict=True)]
-    kept = steps["response_tokens"] * number
-    return steps.assign(tokens=steps["sampled_tokens"].fillna(kept) if "sampled_tokens" in steps else kept)
-
-
-def add_spent(frame: pd.DataFrame, steps: pd.DataFrame, spent: str) -> pd.DataFrame:
-    """`frame` with a column `spent` beside its `step`: what an arm's runs had spent by then since they began, on
-    average; between steps on a straight line."""
-    ordered = steps.sort_values("step").fillna({spent: 0})  # nothing before the first step
-    totals = ordered.assign(total=ordered.groupby(["arm", "seed"])[spent].cumsum()).groupby(["arm", "step"])["total"]
-    by_arm = {arm: total.droplevel("arm") for arm, total in totals.mean().groupby(level="arm")}
-    points = zip(frame["arm"], frame["step"], strict=True)
-    return frame.assign(**{spent: [np.interp(step, by_arm[arm].index, by_arm[arm]) for arm, step in points]})
-
-
 def mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:
     """Means of a column per run and value of `by`."""
     plots.require_columns(frame, column, by)
@@ -491,9 +368,18 @@ def mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:
 
 
 # ---------------------------------------------------------------------- by name
-FIGURES: dict[str, Draw] = {one.__name__: one for one in (
-    learning, learning_over_compute, clipping, expert_change, ratio_spread,
-    variance_shares, engine_mismatch, engine_over_steps, survival, learning_by_cell)}
+FIGURES: dict[str, Draw] = {
+    one.__name__: one
+    for one in (
+        learning,
+        clipping,
+        expert_change,
+        ratio_spread,
+        variance_shares,
+        engine_mismatch,
+        learning_by_cell,
+    )
+}
 TOGETHER = ("learning_by_cell",)
 """Figures of all combinations of factors, as `against:…` are."""
 
@@ -507,9 +393,9 @@ def draw(name: str, endpoint: str, comparisons: Sequence[Sequence[str]] = ()) ->
         return partial(against_factor, factor=factor, metric=metric(column or endpoint), comparisons=comparisons)
     if name not in FIGURES and not Component(name).own:
         unknown("figure", name, [*FIGURES, f"{ACROSS}<factor>", f"{ACROSS}<factor>:<metric>", "pkg.module:name"])
-    found = lookup("figure", name, FIGURES)
+    function = lookup("figure", name, FIGURES)
     study = {"endpoint": metric(endpoint), "comparisons": comparisons}
-    return partial(found, **{k: v for k, v in study.items() if k in inspect.signature(found).parameters})
+    return partial(function, **{k: v for k, v in study.items() if k in inspect.signature(function).parameters})
 
 
 def plan_figures(names: Sequence[str], cells: Sequence[str], *, every: bool = False) -> list[tuple[str, str | None]]:
@@ -518,12 +404,14 @@ def plan_figures(names: Sequence[str], cells: Sequence[str], *, every: bool = Fa
     A figure of one combination is drawn where there is only one, or of `every` one.
     """
     across = [name for name in names if factor_of(name) or name in TOGETHER]
-    return [(name, None) for name in across] + [(name, cell) for cell in cells if every or len(cells) == 1
-                                                for name in names if name not in across]
+    return [(name, None) for name in across] + [
+        (name, cell) for cell in cells if every or len(cells) == 1 for name in names if name not in across
+    ]
 
 
-def draw_planned(frames: Frames, declared: Mapping[str, Any], *,
-                 every: bool = False) -> Iterator[tuple[str, str | None, Figure | RunError]]:
+def draw_planned(
+    frames: Frames, declared: Mapping[str, Any], *, every: bool = False
+) -> Iterator[tuple[str, str | None, Figure | RunError]]:
     """The figures that `plan_figures` names: name, combination of factors, and the figure, or why there is none:
     nobody measured its columns, or a user's own function fails."""
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
@@ -534,8 +422,8 @@ def draw_planned(frames: Frames, declared: Mapping[str, Any], *,
             found = draw(name, declared["endpoint"], declared["comparisons"])(here, arms)
             if own:
                 _check(found)
-        except RunError as error:
-            found = error
+        except (RunError, ConfigError) as error:  # a study of another version may name another figure
+            found = RunError(str(error))
         except (Exception, SystemExit) as error:  # their code may raise anything
             if not own:
                 raise

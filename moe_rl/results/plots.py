@@ -23,28 +23,66 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from moe_rl.errors import RunError
-from moe_rl.results.stats import Band, band, geometric_band
+from moe_rl.results.stats import FEWEST, Band, band
 from moe_rl.storage.columns import entry
-from moe_rl.storage.commits import replaced
+from moe_rl.storage.links import replaced
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
-           "#0000FF", "#66260D", "#B34DFF", "#B3B366", "#59004D", "#FF738C", "#33594D", "#A6008C", "#806633", "#001A8C")
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#0000FF",
+    "#66260D",
+    "#B34DFF",
+    "#B3B366",
+    "#59004D",
+    "#FF738C",
+    "#33594D",
+    "#A6008C",
+    "#806633",
+    "#001A8C",
+)
 """Okabe and Ito's palette, told apart by people with any common colour blindness; then, each as far as can be from all
 before it in CIELAB, as they are seen with and without one."""
 GREY = "#666666"
-METHODS = {"grpo": 0, "grpo-replay": 1, "gspo": 2, "grpo-r3": 3, "r3": 3, "gspo-replay": 4, "grpo-tis": 5, "tis": 5}
+METHODS = {
+    "grpo": 0,
+    "grpo-replay": 1,
+    "gspo": 2,
+    "gspo_short": 2,
+    "grpo-r3": 3,
+    "r3": 3,
+    "gspo-replay": 4,
+    "grpo-tis": 5,
+    "tis": 5,
+    "dual-clip": 8,
+    "grpo-clip-matched": 12,
+}
 """Place in COLOURS of methods that many studies have: each has one colour in all figures."""
-SYMBOLS = {"grpo-replay": "s", "gspo": "^", "grpo-r3": "D", "r3": "D", "gspo-replay": "v"}
+SYMBOLS = {"grpo-replay": "s", "gspo": "^", "gspo_short": "^", "grpo-r3": "D", "r3": "D", "gspo-replay": "v"}
 """What stands at the means of these methods; of all others a circle."""
 STYLE: dict[Any, Any] = {
-    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#e6e6e6", "grid.linewidth": 0.8, "legend.frameon": False, "lines.linewidth": 2,
-    "savefig.dpi": 160, "svg.hashsalt": "moe_rl", "text.parse_math": False,  # a name may hold a $
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "lines.linewidth": 2,
+    "savefig.dpi": 160,
+    "svg.hashsalt": "moe_rl",
+    "text.parse_math": False,  # a name may hold a $
 }
-SEEDS, LINES, ARMS, FEWEST = 8, 24, 6, 4
-COUNTED = ("step", "update", "site")
-"""Columns that an axis counts in whole numbers."""
+SEEDS, LINES, ARMS = 8, 24, 6
 SIGNED = re.compile(r"_(mean|k1|q\d+)$|^(loss|value_|term_|own_)")
 """Columns that may be negative, or of which nobody knows."""
 COLD_START = {"reward": "eval_reward_sampled", "exact": "eval_exact_sampled"}
@@ -60,7 +98,9 @@ styled = matplotlib.rc_context(STYLE)
 
 
 def colour_of(arm: str, arms: Sequence[str]) -> str:
-    """The colour of a method, and of any other arm by its place in the study's order, among those that are left."""
+    """The colour of a method, and of any other arm by its place in the study's order, among the colours that are left.
+    A difference `a − b` has the colour of `a`."""
+    arm = arm.partition(" − ")[0]
     if arm in METHODS:
         return COLOURS[METHODS[arm]]
     taken = {METHODS[other] for other in arms if other in METHODS}
@@ -74,8 +114,8 @@ def symbol_of(name: str) -> str:
 
 
 def dashes_of(arm: str, arms: Sequence[str]) -> str:
-    """The line of an arm: of the first seven solid, then others, which help to tell colours apart."""
-    return ("-", "--", ":", "-.")[list(arms).index(arm) // 7 % 4]
+    """The line of an arm, which helps to tell colours apart: solid for the first seven, and for differences."""
+    return ("-", "--", ":", "-.")[list(arms).index(arm) // 7 % 4] if arm in arms else "-"
 
 
 def scale_of(column: str, values: np.ndarray) -> str:
@@ -104,11 +144,12 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
     """Legend and note below the panels; the note alone where panels have legends of their own."""
     note = textwrap.fill(note, int(13 * figure.get_figwidth()))
     if legend:
-        found = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-        handles, labels = list(found.values()), [_in_lines(label) for label in found]
+        entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        handles, labels = list(entries.values()), [_in_lines(label) for label in entries]
         for columns in range(max(len(labels), 1), 0, -1):
-            box = figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=note,
-                                title_fontsize=9)
+            box = figure.legend(
+                handles, labels, loc="outside lower center", ncols=columns, title=note, title_fontsize=9
+            )
             if columns == 1 or box.get_window_extent().width < figure.bbox.width:
                 break
             box.remove()
@@ -122,7 +163,7 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write `<name>.png` and `<name>.svg`, the same bytes for the same tables; returns their paths."""
-    replaced(folder).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     paths = [replaced(folder / f"{name}.png"), replaced(folder / f"{name}.svg")]
     write(figure, paths[0], metadata={"Software": None})
     write(figure, paths[1], metadata={"Date": None, "Creator": None})
@@ -139,45 +180,61 @@ def write(figure: Figure, file: Path | BytesIO, **how: Any) -> None:
 
 
 # ---------------------------------------------------------------------- what stands in a panel
-def curves(ax: Axes, frame: pd.DataFrame, column: str, x: str, arms: Sequence[str], *, marker: str = "",
-           linestyle: str = "-", face: str | None = None, label: str = "", order: Sequence[str] = (),
-           scale: str = "") -> str:
+def curves(
+    ax: Axes,
+    frame: pd.DataFrame,
+    column: str,
+    x: str,
+    arms: Sequence[str],
+    *,
+    marker: str = "",
+    linestyle: str = "-",
+    label: str = "",
+    order: Sequence[str] = (),
+    scale: str = "",
+) -> str:
     """Per arm: few seeds thin, their mean thick, the interval as a band. Returns the note that names it.
 
     `order` fixes the colours, by default `arms`; `scale` that of the interval, by default `scale_of` the column. Raises
     RunError when no arm was measured.
     """
     require_columns(frame, column, x)
-    found, seeds_drawn, scale = [], False, scale or scale_of(column, frame[column].to_numpy(dtype=float))
+    scale = scale or scale_of(column, frame[column].to_numpy(dtype=float))
     present = [arm for arm in arms if (frame["arm"] == arm).any()]
+    bands, seeds_drawn = [], False
     for arm in present:
-        rows = frame[frame["arm"] == arm].dropna(subset=[column])
-        every = rows.pivot(index="seed", columns=x, values=column)
+        every = frame[frame["arm"] == arm].dropna(subset=[column]).pivot(index="seed", columns=x, values=column)
         values = every.dropna(axis=1)  # mean and interval only where every seed was measured: n never changes
         if values.empty:
             continue
-        colour = colour_of(arm, order or arms)
-        b = band(values.to_numpy(), scale=scale)
-        each = one_by_one(b.n, present) or values.shape[1] < every.shape[1]
-        seeds_drawn |= each
-        for seed, row in every.iterrows() if each else ():
-            ax.plot(row.dropna().index, row.dropna(), color=colour, alpha=0.35, linewidth=0.8, linestyle=linestyle,
-                    gid=f"{arm} seed={seed} {column}")
+        colour, b = colour_of(arm, order or arms), band(values.to_numpy(), scale=scale)
+        bands.append(b)
+        if b.n <= SEEDS and b.n * len(present) <= LINES or values.shape[1] < every.shape[1]:
+            seeds_drawn = True
+            thin: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8, "linestyle": linestyle}
+            for seed, row in every.iterrows():
+                ax.plot(row.dropna(), color=colour, gid=f"{arm} seed={seed} {column}", **thin)
         if b.n >= FEWEST:
-            ax.fill_between(values.columns, b.low, b.high, color=colour, alpha=0.15 if len(present) <= ARMS else 0.06,
-                            linewidth=0)
-        dashes = dashes_of(arm, order or arms) if linestyle == "-" else linestyle
-        ax.plot(values.columns, b.mean, color=colour, linestyle=dashes, marker=marker and symbol_of(arm),
-                markersize=4.5,
-                markerfacecolor=face or colour, label=label or arm, gid=f"{arm} mean {column}")
-        found.append(b)
-    if not found and frame.loc[frame["arm"].isin(arms), column].notna().any():
+            alpha = 0.15 if len(present) <= ARMS else 0.06
+            ax.fill_between(values.columns, b.low, b.high, color=colour, alpha=alpha, linewidth=0)
+        ax.plot(
+            values.columns,
+            b.mean,
+            color=colour,
+            linestyle=dashes_of(arm, order or arms) if linestyle == "-" else linestyle,
+            marker=marker and symbol_of(arm),
+            markersize=4.5,
+            markerfacecolor=colour if linestyle == "-" else "white",
+            label=label or arm,
+            gid=f"{arm} mean {column}",
+        )
+    if not bands and frame.loc[frame["arm"].isin(arms), column].notna().any():
         raise RunError(f"no {x} has {column!r} of every seed, so there is no mean to draw")
-    if not found:
+    if not bands:
         raise RunError(f"no run measured {column!r}, so there is nothing to draw")
-    if x in COUNTED:
-        use_whole_steps(ax)
-    return note_of(found, "band", "thin lines" if seeds_drawn else "")
+    if x in ("step", "update", "site"):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    return note_of(bands, "band", "thin lines" if seeds_drawn else "")
 
 
 def require_columns(frame: pd.DataFrame, *columns: str) -> None:
@@ -186,18 +243,21 @@ def require_columns(frame: pd.DataFrame, *columns: str) -> None:
         raise RunError(f"no run measured {', '.join(missing)}, so there is nothing to draw")
 
 
-def one_by_one(n: int, arms: Sequence[str]) -> bool:
-    """Whether every seed is drawn: where there are few of them, and few arms."""
-    return n <= SEEDS and n * len(arms) <= LINES
-
-
 def whiskers(ax: Axes, at: ArrayLike, b: Band, colour: str, *, upright: bool = True, linewidth: float = 1.4) -> None:
     """The intervals of a band, where there are seeds enough for one: lines up and down at x = `at`, or along y = it."""
     if b.n >= FEWEST:
         x, y = (at, b.mean) if upright else (b.mean, at)
         reach = [b.mean - b.low, b.high - b.mean]
-        ax.errorbar(x, y, reach if upright else None, None if upright else reach, fmt="none", ecolor=colour, capsize=3,
-                    linewidth=linewidth)
+        ax.errorbar(
+            x,
+            y,
+            reach if upright else None,
+            None if upright else reach,
+            fmt="none",
+            ecolor=colour,
+            capsize=3,
+            linewidth=linewidth,
+        )
 
 
 def marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: float) -> Band:
@@ -213,51 +273,26 @@ def marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: f
     return b
 
 
-def rows_of(ax: Axes, values: Mapping[str, pd.Series], colours: Mapping[str, str], *, scale: str = "linear",
-            void: Sequence[str] = ()) -> str:
-    """A row per name: its seeds as dots, their mean, its interval. Returns the note.
-
-    Rows of `void` have collapsed, so that their numbers are about nothing: a cross and a word stand for them.
-    """
-    found = []
+def rows_of(ax: Axes, values: Mapping[str, pd.Series], colours: Mapping[str, str]) -> str:
+    """A row per name: its seeds as dots, their mean, its interval. Returns the note."""
+    bands = []
     for i, (name, seeds) in enumerate(values.items()):
-        if name in void:
-            ax.plot(0.02, i, "x", color=GREY, markersize=6, transform=ax.get_yaxis_transform())
-            ax.text(0.05, i, "all collapsed", color=GREY, fontsize=8, va="center", transform=ax.get_yaxis_transform())
-            continue
-        b = band(seeds.to_numpy(dtype=float)[:, None], scale=scale)
+        b = band(seeds.to_numpy(dtype=float)[:, None])
         ax.plot(seeds, np.full(len(seeds), i), ".", color=colours[name], alpha=0.4, markersize=6, gid=f"{name} seeds")
         whiskers(ax, i, b, colours[name], upright=False)
         ax.plot(b.mean, i, symbol_of(name), color=colours[name], markersize=5.5, gid=f"{name} mean")
-        found.append(b)
-    ax.set(yticks=range(len(values)), yticklabels=[_in_lines(name, 24) for name in values],
-           ylim=(len(values) - 0.4, -0.6))
-    return note_of(found, "whisker", "dots") if found else ""
+        bands.append(b)
+    ax.set(
+        yticks=range(len(values)), yticklabels=[_in_lines(name, 24) for name in values], ylim=(len(values) - 0.4, -0.6)
+    )
+    return note_of(bands, "whisker", "dots") if bands else ""
 
 
-def over(ax: Axes, table: pd.DataFrame, x: str, colour: str, label: str, *, shift: float = 0.0,
-         linestyle: str = "-") -> Band | None:
-    """Values of seeds (`seed`, `x`, `value`) over a factor: dots, mean and interval, aside by that share of the axis.
-    Limits and scales are already what they will be: up a logarithmic axis means are geometric."""
-    values = table.pivot(index="seed", columns=x, values="value").dropna(axis=1)
-    if values.empty:
-        return None
-    (low, high), b = ax.get_xlim(), (geometric_band if ax.get_yscale() == "log" else band)(values.to_numpy())
-    at = values.columns.to_numpy(dtype=float)
-    at = at * (high / low) ** shift if ax.get_xscale() == "log" else at + (high - low) * shift
-    for seed, row in values.iterrows():
-        ax.plot(at, row, ".", color=colour, alpha=0.4, markersize=5, gid=f"{label} seed={seed}")
-    whiskers(ax, at, b, colour)
-    ax.plot(at, b.mean, marker=symbol_of(label), color=colour, markersize=5, linewidth=1.2, linestyle=linestyle,
-            label=label, markerfacecolor=colour if linestyle == "-" else "white", gid=f"{label} mean")
-    return b
-
-
-def cold_start(ax: Axes, steps: pd.DataFrame, column: str, *, upright: bool = False) -> None:
+def cold_start(ax: Axes, steps: pd.DataFrame, column: str) -> None:
     """A line at what the model did before the first step, mean over runs, where that was measured."""
     before = before_training(steps, column)
     if len(before):
-        (ax.axvline if upright else ax.axhline)(before.mean(), **BEFORE, gid=f"before RL {column}")
+        ax.axhline(before.mean(), **BEFORE, gid=f"before RL {column}")
 
 
 def before_training(steps: pd.DataFrame, column: str) -> pd.Series:
@@ -265,11 +300,6 @@ def before_training(steps: pd.DataFrame, column: str) -> pd.Series:
     measured = COLD_START.get(column, column)
     rows = steps[steps["step"] == 0].reindex(columns=["factors", measured])
     return rows.set_index("factors")[measured].dropna()
-
-
-def use_whole_steps(ax: Axes) -> None:
-    """Ticks at whole numbers only."""
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 # ---------------------------------------------------------------------- words
@@ -280,10 +310,9 @@ def note_of(bands: Sequence[Band], interval: str, seeds: str) -> str:
         return "n = 1 seed: no interval"
     n = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     methods = dict.fromkeys(b.method for b in bands if b.n >= FEWEST)
-    mean = "geometric mean" if all(b.method.endswith("of logs") for b in bands) else "mean"
-    said = [f"{mean} over n = {n} seeds", *(f"{interval}: {method} interval" for method in methods),
-            *([f"{seeds}: each seed"] if seeds else [])]
-    return "; ".join(said + ([] if methods else [f"no interval of fewer than {FEWEST}"]))
+    parts = [f"mean over n = {n} seeds", *(f"{interval}: {method} interval" for method in methods)]
+    parts += [f"{seeds}: each seed"] if seeds else []
+    return "; ".join(parts + ([] if methods else [f"no interval of fewer than {FEWEST}"]))
 
 
 def _in_lines(label: str, width: int = LABEL) -> str:

@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.registry import lookup
+from moe_rl.objectives.methods import spell_out
 from moe_rl.storage import folder as runs
+from moe_rl.storage.links import replaced
 from moe_rl.storage.terminal import duration, harmless, say
-from moe_rl.study.declaration import Planned, Study, read_declaration
+from moe_rl.study.declaration import Planned, Study, load_verdict, read_declaration
 from moe_rl.study.workers import Failure
 
 if TYPE_CHECKING:
@@ -30,44 +31,67 @@ def check(study: Study) -> None:
     for name in (study.endpoint, *study.further_endpoints, *study.metrics):
         metric(name)
     if study.verdict:
-        lookup("verdict", study.verdict, {})
+        load_verdict(study.verdict, study.name, study.file)
     cells = {planned.path.parts[-2] for planned in study.quick_form().runs(Path())}
     known = {key for cell in cells for key in settings_of(cell)}
     for name in study.figures:
         figures.draw(name, study.endpoint)
         if (factor := factor_of(name)) and factor not in known:
-            raise ConfigError(f"figure {name!r} needs the factor {factor}, but the study's factors are "
-                              f"{', '.join(sorted(known)) or 'none'}")
+            raise ConfigError(
+                f"figure {name!r} needs the factor {factor}, but the study's factors are "
+                f"{', '.join(sorted(known)) or 'none'}"
+            )
 
 
 def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs: int) -> None:
     """What `--dry-run` says: question, runs and their states, cost."""
-    jobs, todo = min(jobs, len(planned)), 0
-    say(console, (study.name, "bold"), f": {study.question}\n{study.hypothesis and 'Hypothesis: '}{study.hypothesis}\n",
-        wrap=True)
+    jobs, todo, warm_ups = min(jobs, len(planned)), 0, set()
+    say(
+        console,
+        (study.name, "bold"),
+        f": {study.question}\n{study.hypothesis and 'Hypothesis: '}{study.hypothesis}\n",
+        wrap=True,
+    )
+    for arm in {p.config.arm.name: p.config.arm for p in planned}.values():
+        say(console, (f"arm {arm.name}", "bold"), f": {spell_out(arm)}", wrap=True)
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         now = runs.state(p.path, p.config.steps)
-        todo += 0 if now["state"] in runs.ENDED else p.config.steps - now["step"]
+        if now["state"] not in runs.ENDED:
+            todo += p.config.steps - now["step"]
+            if p.config.cold_start.target and not now["step"]:
+                warm_ups.add(str((p.config.cold_start, p.config.model, p.config.task)))
         say(console, f"{p.path}  {now['state']} {now['step']}/{p.config.steps}")
     cost = f"{len(planned)} runs, {todo} steps to go"
     if study.seconds_per_step:
-        seconds = todo * study.seconds_per_step
-        cost += (f", about {study.seconds_per_step:g} s each by the study's own estimate: {duration(seconds)} of one "
-                 f"core, {duration(seconds / jobs)} with {jobs} at a time")
+        seconds, once = todo * study.seconds_per_step, len(warm_ups) * study.seconds_of_warm_up
+        cost += (
+            f", about {study.seconds_per_step:g} s each by the study's own estimate: {duration(seconds + once)} of one "
+            f"core, {duration(seconds / jobs + once)} with {jobs} at a time, {once:g} s of it for supervised warm-up"
+        )
     say(console, f"\ncost: {cost}. {study.cost}", wrap=True)
 
 
-def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfinished: bool = False,
-                everything: bool = False, only: Sequence[Path] | None = None, trust: bool = False) -> None:
+def print_study(
+    console: Console,
+    folder: Path,
+    *,
+    mix_code: bool = False,
+    unfinished: bool = False,
+    everything: bool = False,
+    only: Sequence[Path] | None = None,
+    trust: bool = False,
+    study_file: Path | None = None,
+) -> None:
     """One table of a study, its verdict and its figures; with `everything`, all tables, and the figures of every
     combination of factors. `only` restricts it to some runs. Code that the folder names is run only with `trust`: see
-    `read_declaration`."""
+    `read_declaration`. `study_file` is the study's file, where it is known."""
     from moe_rl.results.summary import verdict_of
-    from moe_rl.results.tables import short_table, study_tables, untrained
+    from moe_rl.results.tables import short_table, study_tables, untrained, without_effect
     from moe_rl.storage.frames import load_study
 
     declared = read_declaration(folder, trust)
+    declared["file"] = str(study_file) if study_file else declared["file"]
     frames = load_study(folder, unfinished=unfinished, mix_code=mix_code)
     if only is not None:
         frames = frames.select(only)
@@ -76,9 +100,12 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
     names = {arm["name"] for arm in declared["arms"]} or set(frames.runs["arm"])
     for arm, part in frames.runs.groupby("arm", sort=False):
         if arm not in names:
-            say(console, ("not declared", "yellow"), f" {arm}: {len(part)} finished runs of this arm are in no table "
-                                                     "and no figure")
-    for table in [short_table(frames, declared), *(study_tables(frames, declared, cells=True) if everything else ())]:
+            say(
+                console,
+                ("not declared", "yellow"),
+                f" {arm}: {len(part)} finished runs of this arm are in no table and no figure",
+            )
+    for table in study_tables(frames, declared, every=True) if everything else [short_table(frames, declared)]:
         print_table(console, table)
     for i, sentence in enumerate(verdict_of(frames, declared)):
         say(console, ("Verdict by the declared rule: " if not i else "  ", "bold"), sentence, wrap=True)
@@ -87,8 +114,8 @@ def print_study(console: Console, folder: Path, *, mix_code: bool = False, unfin
     draw_figures(console, frames, declared, folder / "figures", every=everything)
     if not everything:
         say(console, f"every table: moe-rl plot {folder} --all\na page: moe-rl report {folder}")
-    if said := untrained(frames):
-        say(console, ("Warning", "bold yellow"), f": {said}", wrap=True)
+    for warning in filter(None, (untrained(frames), without_effect(frames, declared))):
+        say(console, ("Warning", "bold yellow"), f": {warning}", wrap=True)
     if declared["caution"]:
         say(console, ("Caution", "bold"), f": {declared['caution']}", wrap=True)
 
@@ -113,7 +140,7 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
     from moe_rl.results import figures, plots
 
     for name, cell, figure in figures.draw_planned(frames, declared, every=every):
-        where = folder if cell in (None, "base") else folder / cell
+        where = replaced(folder if cell in (None, "base") else folder / cell, folder.parent)
         if isinstance(figure, RunError):
             say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)
         else:
@@ -122,8 +149,8 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
 
 def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:
     """Failures with one message together: nine runs of an unknown task are one mistake."""
-    found: dict[str, list[Path]] = {}
+    paths: dict[str, list[Path]] = {}
     for failure in failures:
         text = failure.message if failure.expected else failure.message.strip().splitlines()[-1]
-        found.setdefault(text, []).append(failure.path)
-    return found
+        paths.setdefault(text, []).append(failure.path)
+    return paths

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.metrics.rounding import number
-from moe_rl.storage.commits import replaced
-from moe_rl.storage.folder import read_manifest
+from moe_rl.storage.folder import read_manifest, write_text
 from moe_rl.storage.frames import read_table
+from moe_rl.storage.links import replaced
 from moe_rl.storage.terminal import say, visible
 
 SORTS = ("reward", "length", "ratio", "advantage", "clipped", "flips", "step")
@@ -39,11 +39,12 @@ def load_rollouts(run: Path, steps: tuple[int, int] | None = None) -> pd.DataFra
         raise RunError(f"{run} is not a run: it has no manifest.json. See `moe-rl runs list`.")
     found = read_table(run, "rollouts")
     if not len(found):
-        raise RunError(f"{run} stores no rollouts. It has no checkpoint yet, is of an older version, or ran with "
-                       "measure.rollouts=0.")
+        raise RunError(f"{run} stores no rollouts: it has no checkpoint yet, or ran with measure.rollouts=0")
     found = found.reindex(columns=found.columns.union(KNOWN))
-    found = found.assign(length=found["response_tokens"].astype("Int64"),
-                         ratio=found[["log_ratio_min", "log_ratio_max"]].abs().max(axis=1))
+    found = found.assign(
+        length=found["response_tokens"].astype("Int64"),
+        ratio=found[["log_ratio_min", "log_ratio_max"]].abs().max(axis=1),
+    )
     if steps is not None:
         first, last = found["step"].min(), found["step"].max()
         if (found := found[found["step"].between(*steps)]).empty:
@@ -60,22 +61,37 @@ def ordered(rollouts: pd.DataFrame, by: str, ascending: bool = False) -> pd.Data
 
 def print_rollout(console: Console, row: Mapping[str, Any]) -> None:
     """One rollout: what training made of it, the prompt, and the response with the tokens that were clipped."""
-    made = "" if pd.isna(row["length"]) else (
-        f"  advantage {number(row['advantage'], '+.3g')}  {row['length']} tokens{', cut off' * bool(row['truncated'])}"
-        f"  log r {number(row['log_ratio_min'], '+.3g')} … {number(row['log_ratio_max'], '+.3g')}  "
-        f"{row['clipped']} clipped  {row['flips']} flips")
-    say(console, (f"step {row['step']}, rollout {row['rollout']}", "bold"),
-        f"  reward {number(row['reward'], '.3g')}{made}")
+    made = (
+        ""
+        if pd.isna(row["length"])
+        else (
+            f"  advantage {number(row['advantage'], '+.3g')}  {row['length']} tokens"
+            f"{', cut off' * bool(row['truncated'])}"
+            f"  log r {number(row['log_ratio_min'], '+.3g')} … {number(row['log_ratio_max'], '+.3g')}  "
+            f"{row['clipped']} clipped  {row['flips']} flips"
+        )
+    )
+    say(
+        console,
+        (f"step {row['step']}, rollout {row['rollout']}", "bold"),
+        f"  reward {number(row['reward'], '.3g')}{made}",
+    )
     say(console, (visible(row["prompt"]), "dim"), wrap=True)
     tokens = json.loads(row["response"])
-    shown = [(visible(t[0]), ("dim" if t[1] is None else STYLES[t[2]]) + " underline" * bool(t[3]))
-             if len(t) > 1 else (f" […{t[0]} tokens…] ", "dim") for t in tokens]
+    shown = [
+        (visible(t[0]), ("dim" if t[1] is None else STYLES[t[2]]) + " underline" * bool(t[3]))
+        if len(t) > 1
+        else (f" […{t[0]} tokens…] ", "dim")
+        for t in tokens
+    ]
     say(console, *shown, wrap=True)
     far = sorted((t for t in tokens if len(t) > 1 and t[1] and not math.isnan(t[1])), key=lambda t: -abs(t[1]))[:5]
     if far:
-        said = (f"'{visible(t[0])}' {number(t[1], '+.3g')}{' clipped' * bool(t[2])}{f' {t[3]} flips' * bool(t[3])}"
-                for t in far)
-        say(console, (f"furthest: {', '.join(said)}", "dim"), wrap=True)
+        parts = (
+            f"'{visible(t[0])}' {number(t[1], '+.3g')}{' clipped' * bool(t[2])}{f' {t[3]} flips' * bool(t[3])}"
+            for t in far
+        )
+        say(console, (f"furthest: {', '.join(parts)}", "dim"), wrap=True)
     say(console, "")
 
 
@@ -87,8 +103,10 @@ def write_rollouts_page(run: Path, out: Path) -> None:
         steps = rollouts["step"].unique()[:: -(-2 * len(rollouts) // MOST)]
         rollouts = rollouts[rollouts["step"].isin(steps) | rollouts.index.isin(set().union(*ends))]
     rollouts = rollouts.astype(object).where(rollouts.notna(), None)  # JSON knows no NaN
-    rows = [row | {"response": json.loads(row["response"], parse_constant=lambda _: None)}
-            for row in rollouts.to_dict("records")]
+    rows = [
+        row | {"response": json.loads(row["response"], parse_constant=lambda _: None)}
+        for row in rollouts.to_dict("records")
+    ]
     write_page("moe_rl.results", "rollouts_page.html", f"rollouts of {run}", {"run": str(run), "rows": rows}, out)
 
 
@@ -102,7 +120,7 @@ def write_page(package: str, template: str, title: str, data: Mapping[str, Any],
         text = text.replace(character, f"\\u{ord(character):04x}")
     page = page.replace("@HASH@", f"sha256-{digest}").replace("@TITLE@", html.escape(title)).replace("@DATA@", text)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    write_text(out, page)
 
 
 def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
@@ -110,7 +128,10 @@ def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
     for run in runs.itertuples():
         path = Path(run.path)
         if (path / "manifest.json").exists() and len(read_table(path, "rollouts")):
-            page = replaced(report.with_name(f"{report.stem}_rollouts")).joinpath(
-                *path.resolve().parts[1:][-3:]).with_suffix(".html")
-            write_rollouts_page(path, replaced(page))
+            page = (
+                report.with_name(f"{report.stem}_rollouts")
+                .joinpath(*path.resolve().parts[1:][-3:])
+                .with_suffix(".html")
+            )
+            write_rollouts_page(path, replaced(page, report.parent))
             yield f"{run.arm}, {run.factors}, seed {run.seed}", quote(page.relative_to(report.parent).as_posix())

@@ -15,26 +15,35 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from jinja2 import Environment
 
-from moe_rl.config import RunConfig
+from moe_rl.config import RunConfig, leaves
 from moe_rl.errors import RunError
+from moe_rl.objectives.methods import spell_out
 from moe_rl.objectives.methods_page import head, row
-from moe_rl.registry import Component
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
+from moe_rl.results.stats import printed_p
 from moe_rl.results.summary import Metric, compare, configs_of, family, is_imported, metric, verdict_of
-from moe_rl.results.tables import Shown, arms_of, left_out, study_tables, untrained
-from moe_rl.storage.commits import replaced
+from moe_rl.results.tables import Shown, arms_of, left_out, study_tables, untrained, without_effect
+from moe_rl.storage.folder import write_text
 from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.links import replaced
 from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study.declaration import read_declaration
 
-ABOUT = {"hypothesis": "Hypothesis", "endpoint": "Primary endpoint", "comparisons": "Contrasts",
-         "decision_rule": "Decision rule", "verdict": "Verdict by that rule", "untrusted": "Left out",
-         "untrained": "Warning",
-         "differs_from_paper": "Differs from the paper", "caution": "Caution", "cost": "Cost, as planned"}
+ABOUT = {
+    "hypothesis": "Hypothesis",
+    "endpoint": "Primary endpoint",
+    "comparisons": "Contrasts",
+    "decision_rule": "Decision rule",
+    "verdict": "Verdict by that rule",
+    "untrusted": "Left out",
+    "untrained": "Warning",
+    "differs_from_paper": "Differs from the paper",
+    "caution": "Caution",
+    "cost": "Cost, as planned",
+}
 UNRECORDED = "not recorded"
 HASH = re.compile(r"\b[0-9a-f]{40}\b")
 """A commit, of which a page shows ten digits."""
@@ -44,16 +53,30 @@ def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: 
     """Write the page of the finished runs of a study, from its runs or its collected tables, and its `card` in the
     file `card_file`. Code that the folder names is run only with `trust`: see `read_declaration`."""
     declared, frames = read_declaration(folder, trust), load_study(folder, mix_code=mix_code)
-    texts = dict(declared) | {"comparisons": "; ".join(f"{a} − {b}" for a, b in declared["comparisons"]),
-                              "verdict": "\n".join(verdict_of(frames, declared)), "untrained": untrained(frames)}
-    template = resources.files("moe_rl.results").joinpath("study_page.html").read_text()
+    texts = dict(declared) | {
+        "comparisons": "; ".join(f"{a} − {b}" for a, b in declared["comparisons"]),
+        "verdict": "\n".join(verdict_of(frames, declared)),
+        "untrained": " ".join([untrained(frames), without_effect(frames, declared)]).strip(),
+    }
+    template = resources.files("moe_rl.results").joinpath("study_page.html").read_text(encoding="utf-8")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(Environment(autoescape=True).from_string(template).render(
-        declared=declared, about={title: texts[key] for key, title in ABOUT.items()},
-        tables=study_tables(frames, declared), figures=_figures(frames, declared), settings=_settings(frames),
-        rollouts=list(write_pages(frames.runs, out)), runs=_runs(frames.runs),
-        versions=_versions(frames.runs), left_out=frames.left_out, folder=folder.as_posix()))
-    replaced(card_file(out)).write_text(card(frames, declared))
+    write_text(
+        out,
+        Environment(autoescape=True)
+        .from_string(template)
+        .render(
+            declared=declared,
+            about={title: texts[key] for key, title in ABOUT.items()},
+            tables=study_tables(frames, declared),
+            figures=_figures(frames, declared),
+            settings=_settings(frames),
+            rollouts=list(write_pages(frames.runs, out)),
+            runs=_made_with(frames, declared),
+            left_out=frames.left_out,
+            folder=folder.as_posix(),
+        ),
+    )
+    write_text(replaced(card_file(out)), card(frames, declared))
 
 
 def card_file(out: Path) -> Path:
@@ -67,8 +90,14 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
     endpoints = [metric(name) for name in (declared["endpoint"], *declared["further_endpoints"])]
     arms, asked, several = arms_of(frames, declared), family(declared), len(frames.cells) > 1
     lines = [*head("set-up", ""), *(_row(*pair) for pair in _set_up(frames, declared, endpoints))]
-    tables = [{(c.cell, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], one, asked)}
-              for one in endpoints] if declared["comparisons"] else [{}]
+    tables = (
+        [
+            {(c.cell, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], one, asked)}
+            for one in endpoints
+        ]
+        if declared["comparisons"]
+        else [{}]
+    )
     if tables[0]:
         titles = [title for one in endpoints for title in (f"{one.name} [95 % CI]", "p")]
         lines += ["", *head("difference", *["condition"] * several, "n", *titles)]
@@ -77,7 +106,7 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
             cells = [f"{a} − {b}", *[cell] * several, str(first.result.n)]
             for c in found:
                 other = f" (n = {c.result.n})" if c and c.result.n != first.result.n else ""
-                cells += [f"{c.result.difference}{other}", f"{c.p_holm:.2g}"] if c else ["–", "–"]
+                cells += [f"{c.result.difference}{other}", printed_p(c.p_holm, c.result.n, ".2g")] if c else ["–", "–"]
             lines.append(_row(*cells))
         note = f"p: permuted signs of the seeds' differences, after Holm over the {asked} comparisons of an endpoint."
         lines += ["", note, *filter(None, (left_out(frames, arms, declared["comparisons"], one) for one in endpoints))]
@@ -92,21 +121,31 @@ def _row(*cells: str) -> str:
 def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Metric]) -> Iterable[tuple[str, str]]:
     configs = configs_of(frames)
     seeds = sorted(frames.runs["seed"].unique())
-    whole = len(seeds) == seeds[-1] - seeds[0] + 1 > 2
-    yield "model", _list(one.model.name for one in configs)
-    yield "task", _list(one.task for one in configs)
-    yield "length", _list(f"{one.steps} steps of {one.prompts_per_step * one.group_size} responses and "
-                          f"{one.mini_batches * one.epochs} updates" for one in configs)
-    yield "learning rate", _list(f"{one.optimizer.lr:g}" for one in configs)
-    yield "seeds", f"{len(seeds)}: {f'{seeds[0]} to {seeds[-1]}' if whole else _list(seeds)}"
+    consecutive = len(seeds) == seeds[-1] - seeds[0] + 1 > 2
+    yield "model", _list(config.model.name for config in configs)
+    yield "task", _list(config.task for config in configs)
+    yield (
+        "length",
+        _list(
+            f"{config.steps} steps of {config.prompts_per_step * config.group_size} responses and "
+            f"{config.mini_batches * config.epochs} updates"
+            for config in configs
+        ),
+    )
+    yield "learning rate", _list(f"{config.optimizer.lr:g}" for config in configs)
+    yield "seeds", f"{len(seeds)}: {f'{seeds[0]} to {seeds[-1]}' if consecutive else _list(seeds)}"
     yield "arms", _list(arms_of(frames, declared))
-    yield "endpoints", "; ".join(one.name for one in endpoints)
+    yield "endpoints", "; ".join(config.name for config in endpoints)
     yield "compute", f"{len(frames.runs)} runs, {frames.runs['seconds'].sum() / 3600:.1f} hours of steps"
-    packages = [json.loads(text or "null") or {} for text in frames.runs["packages"].unique()]
+    runs = frames.runs
+    packages, states = ([json.loads(text or "null") or {} for text in runs[name]] for name in ("packages", "git"))
     yield "processor", _list(one.get("processor", UNRECORDED) for one in packages)
-    for name, values in provenance(frames.runs).items():
-        if name != "study files":
-            yield name, _list(HASH.sub(lambda found: found[0][:10], value) for value in values)
+    times = [runs[column].dropna().astype(float) for column in ("created", "finished_at")]
+    ends = [pick(column) for column, pick in zip(times, (min, max), strict=True) if len(column)]
+    days = " to ".join(time.strftime("%Y-%m-%d %H:%M", time.gmtime(end)) for end in ends)
+    yield "made", f"{days} UTC" if days else UNRECORDED
+    commits = [f"{git['commit']}{' (dirty)' * bool(git['dirty'])}" if git.get("commit") else "" for git in states]
+    yield "commit", _list(HASH.sub(lambda match: match[0][:10], commit) or UNRECORDED for commit in commits)
 
 
 def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
@@ -121,67 +160,25 @@ def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str,
 
 
 def _settings(frames: Frames) -> tuple[Shown, Shown]:
-    """Each arm's own settings, and those of all runs; what differs between the runs of an arm shows all its values."""
-    stored = [json.loads(text) for text in frames.runs["config"].unique()]
-    configs = [_flat(one if is_imported(one) else RunConfig.from_dict(one).to_dict()) for one in stored]
-    keys = list(dict.fromkeys(key for config in configs for key in config))
-    arms = dict.fromkeys(config["arm.name"] for config in configs)
-    by_arm = {arm: [c for c in configs if c["arm.name"] == arm] for arm in arms}
-    rows = [(key, *(_values(own, key) for own in by_arm.values())) for key in keys if key.startswith("arm.")]
-    differing = [row for row in rows if len(set(row[1:])) > 1]
-    shared = [(key, _values(configs, key)) for key in keys if key not in [row[0] for row in differing]]
-    return (Shown("in which the arms differ", ("setting", *by_arm), differing),
-            Shown("of all runs", ("setting", "value"), shared))
+    """The arms as texts, and the settings of all runs, each with all its values."""
+    arms = {one.arm.name: spell_out(one.arm) for one in configs_of(frames)}
+    values: dict[str, dict[str, None]] = {}
+    for config in (json.loads(text) for text in frames.runs["config"].unique()):
+        stored = config if is_imported(config) else RunConfig.from_dict(config).to_dict()
+        for key, value in leaves({**stored, "arm": None, "seed": None}):
+            values.setdefault(key, {})[value if isinstance(value, str) else json.dumps(value)] = None
+    rows = [(key, ", ".join(one)) for key, one in values.items() if key not in ("arm", "seed")]
+    return Shown("arms", ("arm", "text"), [*arms.items()]), Shown("all runs", ("setting", "value"), rows)
 
 
-def _values(configs: Sequence[Mapping[str, str]], key: str) -> str:
-    return ", ".join(dict.fromkeys(config.get(key, "–") for config in configs))
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted settings and their values as JSON."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        if prefix == "arm." and key != "name":  # parts, as a study writes them
-            parts = value if isinstance(value, list) else [value]
-            found[prefix + key] = ", ".join(str(Component.of(part)) if part else "–" for part in parts) or "–"
-        elif isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
-    return found
-
-
-def _runs(runs: pd.DataFrame) -> Shown:
-    """Seeds, states and cost."""
-    rows = [(f"{arm}, {cell}", _list(part["seed"]), _list(f"{n} {state}" for state, n in
-             part["state"].value_counts().items()), f"{part['seconds'].sum() / 60:.1f}")
-            for (arm, cell), part in runs.groupby(["arm", "factors"], sort=False)]
-    hours = runs["seconds"].sum() / 3600
-    return Shown(f"{len(runs)} runs, {hours:.2f} hours in all, without supervised warm-ups",
-                 ("arm, factors", "seeds", "state", "minutes"), rows)
-
-
-def _versions(runs: pd.DataFrame) -> Shown:
-    packages: dict[str, list[str]] = {}
-    for text in runs["packages"].unique():
+def _made_with(frames: Frames, declared: Mapping[str, Any]) -> Shown:
+    """The set-up, and the versions of code and packages."""
+    packages: dict[str, list[str]] = {"code": list(frames.runs["code"])}
+    for text in frames.runs["packages"].unique():
         for name, version in (dict.fromkeys(HARDWARE, UNRECORDED) | (json.loads(text or "null") or {})).items():
             packages.setdefault(name, []).append(version)
-    found = {"code": runs["code"], **provenance(runs), "device": runs["device"], "threads": runs["threads"]}
-    return Shown("versions", ("what", "which"), [(name, _list(values)) for name, values in (found | packages).items()])
-
-
-def provenance(runs: pd.DataFrame) -> dict[str, list[str]]:
-    """When runs were made, from which commit, and by which study file; what a row does not know is `not recorded`."""
-    states = [json.loads(text or "null") or {} for text in runs["git"]]
-    declared = [json.loads(text or "null") or {} for text in runs["declared"]]
-    ends = [pick(times) for column, pick in (("created", min), ("finished_at", max))
-            if len(times := runs[column].dropna().astype(float))]
-    days = " to ".join(time.strftime("%Y-%m-%d %H:%M", time.gmtime(end)) for end in ends)
-    files = [[f"{name} {value[:10]}" for name, value in one.get("sources", {}).items()] for one in declared]
-    commits = [f"{git['commit']}{' (dirty)' * bool(git['dirty'])}" if git.get("commit") else "" for git in states]
-    return {"made": [f"{days} UTC" if days else UNRECORDED], "commit": [commit or UNRECORDED for commit in commits],
-            "study files": [", ".join(names) or UNRECORDED for names in files]}
+    versions = [(name, _list(values)) for name, values in packages.items()]
+    return Shown("", ("what", "which"), [*_set_up(frames, declared, [metric(declared["endpoint"])]), *versions])
 
 
 def _list(values: Iterable[object]) -> str:

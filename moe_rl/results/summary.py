@@ -8,7 +8,8 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,25 +18,12 @@ from jaxtyping import Float, Int
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.metrics.convergence import Collapse, collapse, second_half_mean
+from moe_rl.metrics.convergence import collapse, second_half_mean
 from moe_rl.registry import Component, lookup
-from moe_rl.results.stats import (
-    Crossing,
-    Interval,
-    Paired,
-    Shift,
-    geometric,
-    half_lost,
-    holm,
-    interval,
-    log_rank,
-    paired,
-    rate,
-    shift,
-)
+from moe_rl.results.stats import Paired, holm, interval, paired, rate
 from moe_rl.storage.columns import unknown
 from moe_rl.storage.frames import Frames
-from moe_rl.study.declaration import ACROSS
+from moe_rl.study.declaration import ACROSS, find_study_file, load_verdict
 
 RUN = ["arm", "factors", "seed"]
 FATES = {"lasting": "lasting collapses", "recovered": "recovered collapses"}
@@ -101,7 +89,7 @@ METRICS = (
     Metric("replay gap std, nats", "replay_gap_std"),
 )
 """Without `end` or `gained`: means over the second half of training. Exact match is on the held-out prompts."""
-MAIN, GAINED = METRICS[0], tuple(one for one in METRICS if one.since_start)
+MAIN = METRICS[0]
 ON_REQUEST = (
     Metric("greedy exact match, second half", "eval_exact_greedy", after_start, after_divergence=0.0),
     Metric("sampled exact match, second half", "eval_exact_sampled", after_start, after_divergence=0.0),
@@ -126,8 +114,8 @@ six layers (6e-6) at 4e-5 of the tokens of six routers, half a nat of KL each, 2
 
 
 def metric(name: str) -> Metric:
-    """The metric of a name or of a column; for any other column of `steps`, and an `own_…` that a loss returns, its
-    mean over the second half; for a `pkg.module:function` of a user's own, what that says of the tables of each run.
+    """The metric of a name or of a column. Any other column of `steps`, and an `own_…` that a loss returns, is the mean
+    over the second half; a `pkg.module:function` of a user's own takes the tables of each run.
 
     Raises ConfigError for a name that is none of these.
     """
@@ -138,8 +126,10 @@ def metric(name: str) -> Metric:
         return Metric(name.partition(":")[2].replace("_", " "), name, of=lookup("metric", name, {}))
     if unknown("steps", {name}):
         names = ", ".join(repr(m.name) for m in (*METRICS, *ENGINE, *ON_REQUEST))
-        raise ConfigError(f"no metric is called {name!r}. Choose {names}, a column of `steps` (docs/columns.md), or "
-                          "your own function, as pkg.module:name.")
+        raise ConfigError(
+            f"no metric is called {name!r}. Choose {names}, a column of `steps` (docs/columns.md), or "
+            "your own function, as pkg.module:name."
+        )
     return Metric(name, name)
 
 
@@ -148,14 +138,16 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
 
     Raises ConfigError where a metric of a user's own fails.
     """
-    found: dict[tuple[str, int], float] = {}
+    numbers: dict[tuple[str, int], float] = {}
     if metric.of is not None:
         for (arm, seed), _ in frames.runs.groupby(["arm", "seed"], sort=False):
             try:
-                found[arm, seed] = float(metric.of(frames.run(arm, seed)))
+                numbers[arm, seed] = float(metric.of(frames.run(arm, seed)))
             except (Exception, SystemExit) as error:  # their code may raise anything
-                raise ConfigError(f"the metric {metric.column!r} returned no number for the tables of the run {arm}, "
-                                  f"seed={seed}: {type(error).__name__}: {error}") from error
+                raise ConfigError(
+                    f"the metric {metric.column!r} returned no number for the tables of the run {arm}, "
+                    f"seed={seed}: {type(error).__name__}: {error}"
+                ) from error
     elif (rows := _measured(frames, metric.column)) is not None:
         all_steps, all_values = (rows[name].to_numpy() for name in ("step", metric.column))
         measured = rows.groupby(["arm", "seed"]).indices
@@ -169,9 +161,9 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
             if run.state == "diverged":
                 steps = np.append(steps, _unseen(steps, run.steps))
                 values = np.append(values, np.full(len(steps) - len(values), metric.after_divergence))
-            found[run.arm, run.seed] = metric.reduce(steps, values)
-    index = pd.MultiIndex.from_tuples(found) if found else pd.MultiIndex.from_arrays([[], []])
-    return pd.Series(list(found.values()), index=index, dtype=float)
+            numbers[run.arm, run.seed] = metric.reduce(steps, values)
+    index = pd.MultiIndex.from_tuples(numbers) if numbers else pd.MultiIndex.from_arrays([[], []])
+    return pd.Series(list(numbers.values()), index=index, dtype=float)
 
 
 def _measured(frames: Frames, column: str) -> pd.DataFrame | None:
@@ -214,62 +206,19 @@ def is_imported(config: Mapping[str, Any]) -> bool:
     return "task" not in config
 
 
-def replaying(frames: Frames) -> dict[str, bool]:
-    """Which arms replay; empty where the rows do not say what their runs were."""
-    texts = frames.runs.drop_duplicates("arm").set_index("arm")["config"] if "config" in frames.runs else {}
-    arms = {name: RunConfig.from_dict(config).arm for name, text in texts.items()
-            if not is_imported(config := json.loads(text))}
-    return {name: any(Component.of(part).name != "live" for part in (arm.routes, arm.ratio_routes) if part)
-            for name, arm in arms.items()}
-
-
-def noises_of(frames: Frames) -> list[dict[str, Any]]:
-    """The settings of router noise of every run; empty where the rows do not say what their runs were."""
-    return [json.loads(text).get("router_noise", {}) for text in frames.runs.get("config", ())]
-
-
-def noise_scale(frames: Frames) -> float:
-    """The largest scale of router noise of the runs, in standard deviations of router weights; 0 without any."""
-    return max((noise.get("scale", 0.0) for noise in noises_of(frames)), default=0.0)
-
-
-def unlearned(frames: Frames) -> list[str]:
-    """The runs in which no group of any step had a reward that differs from another: no advantage was ever but 0."""
-    steps = frames["steps"]
-    if "zero_variance_groups" not in steps or frames.runs.empty:
-        return []
-    least = steps.groupby(RUN)["zero_variance_groups"].min()
-    return [f"{arm} {cell} seed={seed}".replace(" base ", " ") for (arm, cell, seed), low in least.items() if low == 1]
-
-
-def collapsed(frames: Frames) -> set[tuple[str, str]]:
-    """The (arm, combination of factors) of which every run collapsed for good."""
-    fates = outcomes(frames)
-    lasting = (fates["fate"] == "lasting").groupby([fates["arm"], fates["factors"]]).all()
-    return set(lasting[lasting].index)
-
-
 def outcomes(frames: Frames) -> pd.DataFrame:
-    """What became of every run: arm, factors, seed, `fate` (stable, lasting or recovered), `time` and `dip`.
-
-    `time` is the step of the first collapse (`metrics.convergence.collapse`), else the last step known to be free of
-    one; `dip` the step at which a dip began that the run's end cut short. A diverged run has collapsed for good, at the
-    latest in the step it could not take.
-    """
+    """The fate of every run: arm, factors, seed and `fate`, which is stable, lasting or recovered
+    (`metrics.convergence.collapse`). A diverged run has collapsed for good."""
     measured = frames["steps"].reindex(columns=[*RUN, "step", "reward"]).dropna(subset=["reward"])
     curves = {key: rows.sort_values("step") for key, rows in measured.groupby(RUN)}
-    found = []
+    rows = []
     for run in frames.runs.itertuples():
         curve = curves.get((run.arm, run.factors, run.seed), measured.iloc[:0])
-        end = int(curve["step"].max()) if len(curve) else 0
-        what = collapse(curve["step"], curve["reward"])
-        if run.state == "diverged":
-            what = Collapse(step=end + 1 if what.step is None else what.step, recovered=False)
-        fate = "stable" if what.step is None else "recovered" if what.recovered else "lasting"
-        free = end if what.dip is None else what.dip - 1
-        found.append({"arm": run.arm, "factors": run.factors, "seed": run.seed, "fate": fate,
-                      "time": free if what.step is None else what.step, "dip": what.dip})
-    return pd.DataFrame(found)
+        seen = collapse(curve["step"], curve["reward"])
+        lasting = run.state == "diverged" or seen.step is not None and not seen.recovered
+        fate = "lasting" if lasting else "stable" if seen.step is None else "recovered"
+        rows.append({"arm": run.arm, "factors": run.factors, "seed": run.seed, "fate": fate})
+    return pd.DataFrame(rows)
 
 
 def summarise(frames: Frames, arms: Sequence[str], own: Sequence[str] = ()) -> pd.DataFrame:
@@ -298,8 +247,6 @@ class Comparison:
     result: Paired
     p_holm: float
     """Adjusted for all comparisons of the list it came in, or of the family it belongs to."""
-    p_log_rank: float
-    """Of equal times to the first collapse; unadjusted. NaN when neither arm had one."""
 
 
 def pairs_of(arms: Sequence[str], comparisons: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
@@ -315,48 +262,37 @@ def family(declared: Mapping[str, Any]) -> int:
     return combinations * sum(set(pair) <= cell for pair in pairs for cell in cells)
 
 
-def compare(frames: Frames, arms: Sequence[str], comparisons: Sequence[Sequence[str]] = (),
-            metric: Metric = MAIN, family: int = 0) -> list[Comparison]:
+def compare(
+    frames: Frames,
+    arms: Sequence[str],
+    comparisons: Sequence[Sequence[str]] = (),
+    metric: Metric = MAIN,
+    family: int = 0,
+) -> list[Comparison]:
     """The contrasts (first minus second) over the seeds of which both arms have a value, at every combination of
-    factors; which seeds have none is said by `without_value`.
+    factors.
 
     Without contrasts: all pairs, the later arm minus the earlier. Holm's adjustment is over everything returned, or
     over a `family` of more that were declared, of which some have no runs yet.
     """
-    pairs, found = pairs_of(arms, comparisons), []
+    pairs, results = pairs_of(arms, comparisons), []
     for cell in frames.cells:
         here = frames.cell(cell)
-        values, fates = per_run(here, metric).dropna(), outcomes(here)
+        values = per_run(here, metric).dropna()
         by_arm = {arm: values.xs(arm).to_dict() for arm in dict.fromkeys(values.index.get_level_values(0))}
-        times = {arm: (rows["time"], rows["fate"] != "stable") for arm, rows in fates.groupby("arm")}
-        found += [Comparison(cell, a, b, paired(by_arm[a], by_arm[b]), math.nan, log_rank(times[a], times[b]))
-                  for a, b in pairs if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))]
-    adjusted = holm([one.result.p for one in found], family)
-    return [Comparison(c.cell, c.a, c.b, c.result, p, c.p_log_rank) for c, p in zip(found, adjusted, strict=True)]
-
-
-def without_value(frames: Frames, pairs: Sequence[Sequence[str]],
-                  metric: Metric) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Which (combination of factors, a, b) `compare` leaves seeds out of, as a run of the pair diverged or its number
-    is NaN: how many, of how many that both arms have."""
-    found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for cell in frames.cells:
-        lost = per_run(frames.cell(cell), metric).isna().astype(float).unstack(0)
-        for a, b in pairs:
-            either = (lost[a] + lost[b]).dropna() if {a, b} <= {*lost} else pd.Series(dtype=float)
-            if either.any():
-                found[cell, a, b] = int((either > 0).sum()), len(either)
-    return found
+        results += [
+            Comparison(cell, a, b, paired(by_arm[a], by_arm[b]), math.nan)
+            for a, b in pairs
+            if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))
+        ]
+    adjusted = holm([one.result.p for one in results], family)
+    return [replace(one, p_holm=p) for one, p in zip(results, adjusted, strict=True)]
 
 
 # ---------------------------------------------------------------------- against a factor
 NAMES = {
     "optimizer.lr": "learning rate",
-    "optimizer.router_lr_scale": "learning rate of routers, relative",
     "router_noise.scale": "router noise σ",
-    "router_noise.target": "router noise, target",
-    "N": "updates per batch, N",
-    "group_size": "responses per prompt",
     "mini_batches": "mini-batches per step",
     "cold_start.seed": "seed of the warm-up",
 }
@@ -394,8 +330,9 @@ def against(frames: Frames, factor: str, metric: Metric) -> pd.DataFrame:
             continue
         x = settings.pop(factor)
         values = per_run(frames.cell(cell), metric).rename_axis(["arm", "seed"]).rename("value").reset_index()
-        others = ", ".join(f"{name_of(k)} = {v:g}" if isinstance(v, float) else f"{name_of(k)} = {v}"
-                           for k, v in settings.items())
+        others = ", ".join(
+            f"{name_of(k)} = {v:g}" if isinstance(v, float) else f"{name_of(k)} = {v}" for k, v in settings.items()
+        )
         parts.append(values.assign(x=x, others=others, cell=cell))
     table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["x"])
     if table["x"].nunique() < 2:
@@ -417,48 +354,6 @@ def geometrically_spaced(values: Sequence[float]) -> bool:
     return bool(x[-1] > 10 * x[0] or (len(x) > 2 and np.allclose(steps, steps.mean(), rtol=0.1)))
 
 
-@dataclass(frozen=True)
-class HalfLost:
-    """Where each arm has lost half of its best, and by which factor those points differ, at fixed other factors."""
-
-    others: str
-    points: dict[str, Interval]
-    """Geometric mean over seeds, in the factor's unit."""
-    censored: dict[str, int]
-    """Seeds whose curve never falls to half within the values that were run: they count at the largest of these, so
-    that the mean is a lower bound."""
-    shifts: dict[tuple[str, str], Shift]
-
-
-def half_lost_points(
-    frames: Frames, factor: str, metric: Metric, comparisons: Sequence[Sequence[str]]
-) -> list[HalfLost]:
-    """Per combination of the other factors: `stats.half_lost` of every seed's curve over the factor.
-
-    Seeds count that were measured at every value of the factor and whose best is above 0. Intervals of shifts are at
-    95 % for all contrasts together (Bonferroni), those of points at 95 % each. Raises RunError when no run varies the
-    factor.
-    """
-    found, together = [], 1 - 0.05 / max(len(comparisons), 1)
-    for others, table in against(frames, factor, metric).groupby("others", sort=False):
-        by_arm = {str(arm): _crossings(rows) for arm, rows in table.groupby("arm", sort=False)}
-        by_arm = {arm: crossings for arm, crossings in by_arm.items() if crossings}
-        pairs = [(a, b) for a, b in comparisons if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))]
-        found.append(HalfLost(
-            str(others),
-            {arm: geometric([c.x for c in crossings.values()]) for arm, crossings in by_arm.items()},
-            {arm: sum(c.censored for c in crossings.values()) for arm, crossings in by_arm.items()},
-            {(a, b): shift(by_arm[a], by_arm[b], together) for a, b in pairs}))
-    return found
-
-
-def _crossings(rows: pd.DataFrame) -> Mapping[int, Crossing]:
-    """Of one arm, by seed."""
-    curves = rows.pivot(index="seed", columns="x", values="value").dropna()
-    found = {int(seed): half_lost(curves.columns, curve) for seed, curve in curves.iterrows()}
-    return {seed: crossing for seed, crossing in found.items() if crossing is not None}
-
-
 def _number(text: str) -> float | str:
     try:
         return float(text)
@@ -468,16 +363,14 @@ def _number(text: str) -> float | str:
 
 # ---------------------------------------------------------------------- the study's own rule
 def verdict_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:
-    """The sentences of `Study.verdict`; one that says why there are none, where it cannot be had; none without one."""
+    """The sentences of `Study.verdict`; one with the reason where it fails; none without one."""
     if not declared["verdict"]:
         return []
     try:
-        rule = lookup("verdict", declared["verdict"], {})
-    except ConfigError as error:
-        return [f"not to be had here: {error}"]
-    except (Exception, SystemExit) as error:  # of its module
-        return [f"not to be had here: {type(error).__name__}: {error}"]
-    try:
-        return list(rule(frames))
-    except (Exception, SystemExit) as error:  # of runs that a rule has not foreseen: fewer arms, one seed, three steps
-        return [f"not to be had from these runs: {type(error).__name__}: {error}"]
+        file = find_study_file(declared.get("file"), Path(declared.get("folder", "")))
+        sentences = load_verdict(declared["verdict"], declared["name"], file)(frames)
+        return [sentences] if isinstance(sentences, str) else list(sentences)
+    except (Exception, SystemExit) as error:  # their code may raise anything: fewer arms, one seed, three steps
+        return [
+            f"none from these runs: {error if isinstance(error, ConfigError) else f'{type(error).__name__}: {error}'}"
+        ]

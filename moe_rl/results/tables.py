@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from moe_rl.errors import RunError
-from moe_rl.results.stats import Interval, interval
+from moe_rl.config import Arm, leaves
+from moe_rl.objectives.methods import spell_out
+from moe_rl.objectives.spelling import fill_in
+from moe_rl.results.stats import FEWEST, TOO_FEW, Interval, difference, interval, printed_p
 from moe_rl.results.summary import (
     FATES,
-    GAINED,
-    HalfLost,
+    RUN,
     Metric,
-    against,
     compare,
     configs_of,
-    factor_of,
     family,
     gaps,
-    half_lost_points,
     metric,
-    name_of,
-    noise_scale,
-    numeric,
     outcomes,
     pairs_of,
     per_run,
-    replaying,
     summarise,
-    unlearned,
-    without_value,
 )
 from moe_rl.storage.frames import Frames
-
-OF_REPLAY = "replay gap std, nats"
-"""What replay would do, measured in every arm."""
-WITHOUT_NOISE = ("expert slots changed", OF_REPLAY)
-"""Rows that describe the network without the router noise, in runs that have it."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +48,18 @@ def arms_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:
     return [arm for arm in known if (frames.runs["arm"] == arm).any()]
 
 
-def study_tables(frames: Frames, declared: Mapping[str, Any], *, cells: bool = False) -> list[Shown]:
-    """All tables of a study. Several combinations of factors are shown side by side, each by itself with `cells`."""
-    arms, endpoint, several = arms_of(frames, declared), metric(declared["endpoint"]), len(frames.cells) > 1
-    tables = [overview(frames, arms, endpoint), collapse_overview(frames, arms)] if several else []
-    gained = [one for one in GAINED if several and len(per_run(frames.cell(frames.cells[0]), one))]
-    tables[1:1] = [overview(frames, arms, one) for one in gained]
-    for cell in frames.cells if cells or not several else ():
-        name = declared["name"] + (f", {cell}" if cell != "base" else "")
+def study_tables(frames: Frames, declared: Mapping[str, Any], *, every: bool = False) -> list[Shown]:
+    """The short table, the summary of a study with one combination of factors, or with `every` of each, and the
+    comparisons: those that are declared or, for one combination of factors, all pairs."""
+    arms, several = arms_of(frames, declared), len(frames.cells) > 1
+    tables = [short_table(frames, declared)]
+    for cell in frames.cells if every or not several else ():
         here = frames.cell(cell)
-        tables.append(summary_table(here, arms_of(here, declared), name, declared["metrics"]))
+        title = declared["name"] + (f", {cell}" if cell != "base" else "")
+        tables.append(summary_table(here, arms_of(here, declared), title, declared["metrics"]))
     if declared["comparisons"] or not several:
-        for one in (endpoint, *map(metric, declared["further_endpoints"])):
+        for one in map(metric, (declared["endpoint"], *declared["further_endpoints"])):
             tables += comparison_table(frames, arms, one, declared)
-    for factor in dict.fromkeys(f for f in map(factor_of, declared["figures"]) if f):
-        tables += half_lost_table(frames, arms, factor, endpoint, declared["comparisons"])
     return tables
 
 
@@ -84,48 +69,51 @@ SHORT = ((metric("token_ess"), "token\nESS", ".2f"), (metric("expert_change_rate
 
 def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     """A row for each arm at each combination of factors: the endpoint, its difference from the arm that the study
-    compares with, and means of what the ratios and the routes did and of the study's own metrics."""
-    arms, endpoint = arms_of(frames, declared), metric(declared["endpoint"])
-    pairs = pairs_of(arms, declared["comparisons"])
-    base = max((b for _, b in pairs), key=[b for _, b in pairs].count, default="")
-    shown = {one[0].column for one in SHORT}
-    own = [(one, one.name, ".3g") for one in map(metric, declared["metrics"]) if one.column not in shown]
-    measured = [one for one in SHORT if one[0].column in frames["steps"]]
-    further = measured + own
-    fates = outcomes(frames)
-    fell, rows, counts = set(fates["fate"]) & {*FATES}, [], set()
-    used: list[Interval] = []
-    labels = _labels(frames)
+    compares with, the means of SHORT and of the study's own metrics, and how many runs collapsed."""
+    arms, endpoint, several = arms_of(frames, declared), metric(declared["endpoint"]), len(frames.cells) > 1
+    baselines = [b for _, b in pairs_of(arms, declared["comparisons"])]
+    base = max(baselines, key=baselines.count, default="")
+    further = [one for one in SHORT if one[0].column in frames["steps"]]
+    columns = {one[0].column for one in SHORT}
+    further += [(one, one.name, ".3g") for one in map(metric, declared["metrics"]) if one.column not in columns]
+    fates, intervals, counts = outcomes(frames), list[Interval](), set[int]()
+    header = (
+        "",
+        endpoint.name.replace(", ", ",\n"),
+        *[f"difference\nfrom {base}"] * bool(base),
+        *(name for _, name, _ in further),
+        "collapsed",
+    )
+    rows: list[tuple[str, ...]] = []
     for cell in frames.cells:
         here = frames.cell(cell)
-        values = {one.column: per_run(here, one).dropna() for one in (endpoint, *(f[0] for f in further))}
-        rows += [(labels[cell], *[""] * (1 + bool(base) + len(further) + bool(fell)))] if len(frames.cells) > 1 else []
-        apart = gaps(here, [(arm, base) for arm in arms if base and arm != base], endpoint)
-        for arm in (a for a in arms if (here.runs["arm"] == a).any()):
-            seeds = _of(values[endpoint.column], arm)
-            estimate = interval(seeds) if seeds else None
-            difference = interval(gap) if len(gap := apart.get((arm, base), ())) else None
+        rows += [(cell, *[""] * (len(header) - 1))] * several
+        values = [per_run(here, one).dropna() for one in (endpoint, *(one for one, _, _ in further))]
+        differences = gaps(here, [(arm, base) for arm in arms if base and arm != base], endpoint)
+        for arm in (arm for arm in arms if (here.runs["arm"] == arm).any()):
+            seeds, *others = (_of(series, arm) for series in values)
+            mean = interval(seeds) if seeds else None
+            gap = differences.get((arm, base), ())
+            apart = difference(gap) if len(gap) else None
             ended = fates[(fates["arm"] == arm) & (fates["factors"] == cell)]["fate"]
-            means = [_of(values[one.column], arm) for one, _, _ in further]
-            rows.append((f"{'  ' * (len(frames.cells) > 1)}{arm}", str(estimate or "–"),
-                         *[str(difference or "–")] * bool(base),
-                         *(_mean(v, f[2], len(seeds)) for v, f in zip(means, further, strict=True)),
-                         *[f"{ended.isin(list(FATES)).sum()} of {len(ended)}"] * bool(fell)))
-            used += [one for one in (estimate, difference) if one]
+            rows.append(
+                (
+                    f"{'  ' * several}{arm}",
+                    str(mean or "–"),
+                    *[str(apart or "–")] * bool(base),
+                    *(_mean(v, form, len(seeds)) for v, (_, _, form) in zip(others, further, strict=True)),
+                    f"{ended.isin(list(FATES)).sum()} of {len(ended)}",
+                )
+            )
+            intervals += [one for one in (mean, apart) if one]
             counts.add(len(seeds))
-    n = f"{min(counts, default=0)}" if len(counts) < 2 else f"{min(counts)} to {max(counts)}"
-    note = [f"Means over n = {n} seed{'s' * (counts != {1})}. {_methods(used)}" if any(counts) else
-            f"No run has a value of {endpoint.column!r}."]
-    if measured:
-        named = " and ".join(f"{' '.join(name.split())} is {one.column}" for one, name, _ in measured)
-        note.append(f"{named[0].upper()}{named[1:]} of the table `steps`, over the second half of training.")
-    if noise_scale(frames) and any(one.column == "expert_change_rate" for one, _, _ in further):
-        note.append("Experts changed: of the network without the router noise.")
-    lost = left_out(frames, arms, declared["comparisons"], endpoint)
-    note += filter(None, (*_lengths(frames), *_dips(frames), lost))
-    header = ("", endpoint.name.replace(", ", ",\n"), *[f"difference\nfrom {base}"] * bool(base),
-              *(name for _, name, _ in further), *["collapsed"] * bool(fell))
-    return Shown(f"{declared['name']}: {_made_of(frames)}", header, rows, " ".join(note))
+    n = " to ".join(map(str, sorted({min(counts, default=0), max(counts, default=0)})))
+    means = f"Means over n = {n} seed{'s' * (n != '1')}. {_methods(intervals)}"
+    note = [means if any(counts) else f"No run has a value of {endpoint.column!r}.", *_lengths(frames)]
+    note.append(left_out(frames, arms, declared["comparisons"], endpoint))
+    spelled = {one.arm.name: spell_out(one.arm) for one in configs_of(frames)}
+    note += ["Arms: " + "; ".join(f"{arm} is {spelled[arm]}" for arm in arms if arm in spelled) + "."] * bool(spelled)
+    return Shown(f"{declared['name']}: {_made_of(frames)}", header, rows, " ".join(filter(None, note)))
 
 
 def _mean(values: Sequence[float], form: str, seeds: int) -> str:
@@ -135,20 +123,14 @@ def _mean(values: Sequence[float], form: str, seeds: int) -> str:
     return format(float(np.mean(values)), form) + f" (n = {len(values)})" * (len(values) != seeds)
 
 
-def _labels(frames: Frames) -> dict[str, str]:
-    """The names of conditions and, where conditions with names of their own differ in router noise, its scale."""
-    scales = {cell: noise_scale(frames.cell(cell)) for cell in frames.cells}
-    if len({*scales.values()}) == 1:
-        return {cell: cell for cell in scales}
-    return {cell: cell if "=" in cell else f"{cell}: router noise σ = {scale:g}" if scale else
-            f"{cell}: no router noise" for cell, scale in scales.items()}
-
-
 def _made_of(frames: Frames) -> str:
     """Model, task and length of the runs."""
     configs = configs_of(frames)
-    parts = [{one.model.name for one in configs}, {str(one.task) for one in configs},
-             {f"{one.steps} steps" for one in configs}]
+    parts = [
+        {one.model.name for one in configs},
+        {str(one.task) for one in configs},
+        {f"{one.steps} steps" for one in configs},
+    ]
     return ", ".join(" or ".join(sorted(part)) for part in parts if part)
 
 
@@ -158,127 +140,128 @@ def _of(values: pd.Series, arm: str) -> list[float]:
 
 def summary_table(frames: Frames, arms: Sequence[str], title: str, own: Sequence[str] = ()) -> Shown:
     """Metric × arm at one combination of factors; `own` names further metrics."""
-    cells, replay = summarise(frames, arms, own), replaying(frames)
+    cells = summarise(frames, arms, own)
     count = frames.runs["arm"].value_counts().to_dict()
     rows = [(str(name), *("–" if pd.isna(value) else str(value) for value in row)) for name, row in cells.iterrows()]
-    found = [value for _, row in cells.iterrows() for value in row.dropna()]
-    note = f"{_methods(found)} Means are over the second half of training, where no row says end, gained or run."
-    if (live := [arm for arm in arms if replay.get(arm) is False]) and OF_REPLAY in cells.index:
-        note += f" {OF_REPLAY}: counterfactual for {', '.join(live)}, which do{'es' * (len(live) == 1)} not replay."
-    if noise_scale(frames) and (still := [name for name in WITHOUT_NOISE if name in cells.index]):
-        note += f" {', '.join(still)}: of the network without the router noise."
-    return Shown(title, ("mean over seeds, interval", *(f"{arm}\n{_seeds(count[arm])}" for arm in arms)), rows,
-                 " ".join([note, *_lengths(frames), *_dips(frames)]))
+    intervals = [value for _, row in cells.iterrows() for value in row.dropna()]
+    note = f"{_methods(intervals)} Means are over the second half of training, where no row says end, gained or run."
+    return Shown(
+        title,
+        ("mean over seeds, interval", *(f"{arm}\n{_seeds(count[arm])}" for arm in arms)),
+        rows,
+        " ".join([note, *_lengths(frames)]),
+    )
 
 
-def overview(frames: Frames, arms: Sequence[str], endpoint: Metric) -> Shown:
-    """Combination of factors × arm: the endpoint."""
-    rows, found = [], []
-    for cell in frames.cells:
-        values = per_run(frames.cell(cell), endpoint)
-        known = set(values.index.get_level_values(0))
-        row = [interval(values[arm].to_list()) if arm in known else None for arm in arms]
-        found += [i for i in row if i]
-        rows.append((cell, *(f"{i}, n = {i.n}" if i else "–" for i in row)))
-    return Shown(f"{endpoint.name}: mean over seeds, interval", ("factors", *arms), rows,
-                 " ".join([_methods(found), *_lengths(frames)]))
-
-
-def collapse_overview(frames: Frames, arms: Sequence[str]) -> Shown:
-    """Combination of factors × arm: how many runs collapsed, lasting and recovered apart."""
-    fates, rows = outcomes(frames), []
-    for cell in frames.cells:
-        of_arms = [fates[(fates["factors"] == cell) & (fates["arm"] == arm)]["fate"] for arm in arms]
-        rows.append((cell, *(f"{(f == 'lasting').sum()} + {(f == 'recovered').sum()} of {len(f)}" for f in of_arms)))
-    return Shown("runs that collapsed: lasting + recovered", ("factors", *arms), rows, " ".join(_dips(frames)))
-
-
-def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric,
-                     declared: Mapping[str, Any]) -> list[Shown]:
+def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric, declared: Mapping[str, Any]) -> list[Shown]:
     """The contrasts, or all pairs of arms; nothing where no two arms share a seed. Of a study of which a part has run,
     p values are adjusted for all that it declares. Seeds that are left out are counted."""
     comparisons, asked = declared["comparisons"], family(declared)
-    found, lost = compare(frames, arms, comparisons, endpoint, asked), left_out(frames, arms, comparisons, endpoint)
-    if not found and not lost:
+    results = compare(frames, arms, comparisons, endpoint, asked)
+    lost = left_out(frames, arms, comparisons, endpoint)
+    if not results and not lost:
         return []
-    n = len(found)
+    n = len(results)
     of = f"{n} rows" if n >= asked else f"{asked} comparisons declared, of which {n} are here"
     what = "contrasts decided on beforehand" if comparisons else "all pairs of arms, exploratory"
     several = len(frames.cells) > 1
-    header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np", "p, log-\nrank")
-    rows = [(f"{c.a} − {c.b}" + f", {c.cell}" * several, str(c.result.difference), str(c.result.n),
-             *map(_p, (c.result.p, c.p_holm, c.result.p_smallest, c.p_log_rank))) for c in found]
-    note = (f"{_methods(c.result.difference for c in found)} p: two-sided, {found[0].result.method} within seeds; "
-            f"Holm over the {of}; the smallest p is what this n can reach at all. Log-rank: of times to "
-            "the first collapse, unpaired, not adjusted, exploratory; – where nothing collapsed.") if found else ""
-    return [Shown(f"{endpoint.name}: {what}", header, rows, " ".join(filter(None, (note, lost))))]
+    header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np")
+    rows = [
+        (
+            f"{c.a} − {c.b}" + f", {c.cell}" * several,
+            str(c.result.difference),
+            str(c.result.n),
+            *(printed_p(p, c.result.n) for p in (c.result.p, c.p_holm, c.result.p_smallest)),
+        )
+        for c in results
+    ]
+    tests = "; ".join(dict.fromkeys(c.result.method if c.result.n >= FEWEST else TOO_FEW for c in results))
+    methods = _methods(c.result.difference for c in results)
+    note = f"{methods} p: two-sided, {tests} within seeds; Holm over the {of}; the smallest p of this n. "
+    return [Shown(f"{endpoint.name}: {what}", header, rows, note * bool(results) + lost)]
 
 
 def left_out(frames: Frames, arms: Sequence[str], comparisons: Sequence[Sequence[str]], endpoint: Metric) -> str:
-    """The seeds that comparisons leave out, as a sentence; empty where there are none."""
-    found = without_value(frames, pairs_of(arms, comparisons), endpoint)
-    named = [f"{a} − {b}" + f", {cell}" * (len(frames.cells) > 1) + f": {lost} of {n}"
-             for (cell, a, b), (lost, n) in found.items()]
-    return (f"Seeds left out, because a run of the pair diverged or has no value, which favours the arm that fails "
-            f"more: {'; '.join(named)}.") if named else ""
-
-
-def half_lost_table(frames: Frames, arms: Sequence[str], factor: str, endpoint: Metric,
-                    comparisons: Sequence[Sequence[str]]) -> list[Shown]:
-    """Where half of the endpoint is lost along a factor of positive numbers, three at least; else nothing."""
-    try:
-        values = list(set(against(frames, factor, endpoint)["x"]))
-    except RunError:  # the figure says so
-        return []
-    if not numeric(values) or min(values) <= 0 or len(values) < 3:
-        return []
-    pairs = pairs_of(arms, comparisons)
-    found = half_lost_points(frames, factor, endpoint, pairs)
-    rows = [row for one in found for row in _half_lost_rows(one)]
-    used = [i for one in found for i in (*one.points.values(), *(s.ratio for s in one.shifts.values()))]
-    name = name_of(factor)
-    note = (f"Per seed: where its curve, linear over log {name}, falls below half of its best past that best; "
-            f"geometric means. A seed that never does counts at {max(values):g}, so its row is a lower bound and its "
-            f"ratio one bounded. {_methods(used)} Ratios: 95 % for the {len(pairs)} together "
-            "(Bonferroni); p: sign flips of the logs within seeds, not adjusted.")
-    note += "" if comparisons else " All pairs: exploratory."
-    return [Shown(f"{name} at which half of the {endpoint.name} is lost", ("arm, or ratio of two", "mean, interval",
-                  "n", "never lost", "p"), rows, note)] if rows else []
-
-
-def _half_lost_rows(one: HalfLost) -> Iterable[tuple[str, ...]]:
-    where = f", {one.others}" * bool(one.others)
-    for arm, point in one.points.items():
-        yield f"{arm}{where}", point.printed(".3g"), str(point.n), f"{one.censored[arm]} of {point.n}", ""
-    for (a, b), s in one.shifts.items():
-        yield f"{a} / {b}{where}", str(s.ratio), str(s.ratio.n), f"{s.censored} of {s.ratio.n}", _p(s.p)
+    """A sentence on the seeds that `compare` leaves out, as a run of the pair diverged or has no number."""
+    named = []
+    for cell in frames.cells:
+        lost = per_run(frames.cell(cell), endpoint).isna().astype(float).unstack(0)
+        for a, b in pairs_of(arms, comparisons):
+            either = (lost[a] + lost[b]).dropna() if {a, b} <= {*lost} else pd.Series(dtype=float)
+            if either.any():
+                where = f", {cell}" * (len(frames.cells) > 1)
+                named.append(f"{a} − {b}{where}: {int((either > 0).sum())} of {len(either)}")
+    text = "Seeds left out, because a run of the pair diverged or has no value, which favours the arm that fails more: "
+    return f"{text}{'; '.join(named)}." if named else ""
 
 
 def untrained(frames: Frames) -> str:
-    """What to say where no reward of a run ever differed within a group; empty where they did."""
-    runs = unlearned(frames)
-    some = ", ".join(runs[:6]) + f" and {len(runs) - 6} more" * (len(runs) > 6)
-    which = "in every run" if len(runs) == len(frames.runs) else f"in {len(runs)} of {len(frames.runs)} runs ({some})"
-    said = f"no gradient {which}: all rewards of every group were equal, so every advantage was 0."
-    return said if runs else ""
+    """A sentence on the runs in which no reward of any step differed within a group; empty if there are none."""
+    steps = frames["steps"]
+    if "zero_variance_groups" not in steps or frames.runs.empty:
+        return ""
+    least = steps.groupby(RUN)["zero_variance_groups"].min()
+    named = [f"{arm} {cell} seed={seed}".replace(" base ", " ") for arm, cell, seed in least.index[least == 1]]
+    some = ", ".join(named[:6]) + f" and {len(named) - 6} more" * (len(named) > 6)
+    text = f"no gradient in {len(named)} of {len(frames.runs)} runs ({some}): all rewards of every group were equal."
+    return text if named else ""
+
+
+CLIPS = re.compile(r"(^|\.)(clip_low|clip_high|low|high|threshold|dual|log_clamp)$")
+"""Options of losses that bound a ratio."""
+
+
+def without_effect(frames: Frames, declared: Mapping[str, Any]) -> str:
+    """What parts of arms did to no token in all steps of all runs, and which arms have equal rows: a caution; empty
+    where there is nothing to say."""
+    clips = {one.arm.name for one in configs_of(frames) if _clips(one.arm)}
+    cautions = []
+    for table, column, what in (
+        ("steps", "clip_tokens", "no token was clipped"),
+        ("updates", "corrected_tokens", "no weight of a correction was more than 1e-6 from 1"),
+        ("updates", "pull", "no replayed expert was another than the router preferred"),
+    ):
+        if column in frames.tables.get(table, ()):
+            most = frames[table].groupby(["factors", "arm"], sort=False)[column].max()
+            cautions += [
+                f"{arm}, {cell}".removesuffix(", base") + f": {what}"
+                for cell, arm in most[most == 0].index
+                if column != "clip_tokens" or arm in clips
+            ]
+    measured = ["reward", "entropy", "grad_norm", metric(declared["endpoint"]).column]
+    columns = ["seed", "step", *frames["steps"].columns.intersection(measured)]
+    for cell, rows in frames["steps"].groupby("factors", sort=False):
+        alike: dict[bytes, list[str]] = {}
+        for arm, own in rows.sort_values(["seed", "step"]).groupby("arm", sort=False):
+            alike.setdefault((own[columns].to_numpy(float) + 0.0).tobytes(), []).append(str(arm))
+        cautions += [
+            f"{' and '.join(equal)}, {cell}".removesuffix(", base") + ": equal rows"
+            for equal in alike.values()
+            if len(equal) > 1
+        ]
+    why = "An arm of which a part never acts is the arm without that part (arXiv 2610.02911)."
+    return f"without effect, in every step of every run: {'; '.join(cautions)}. {why}" if cautions else ""
+
+
+def _clips(arm: Arm) -> bool:
+    """Whether the loss has a bound at which tokens lose their gradient; of one's own loss that is unknown."""
+    options = fill_in(arm.loss).options
+    bounds = [value for key, value in leaves(options) if CLIPS.search(key)]
+    return "none" not in (options.get("clip"), options.get("mask")) and any(value != math.inf for value in bounds)
 
 
 def _lengths(frames: Frames) -> list[str]:
-    """The lengths of runs, as a sentence, where those of one combination of factors differ."""
-    lengths = frames.runs["step"].where(frames.runs["state"] != "diverged", frames.runs["steps"])
-    if (lengths.groupby(frames.runs["factors"]).nunique() <= 1).all():
-        return []
-    named = [f"{length} steps ({n} run{'s' * (n > 1)})" for length, n in lengths.value_counts().sort_index().items()]
-    return [f"Runs are of different lengths, {', '.join(named)}: second halves and ends are not of the same steps."]
-
-
-def _dips(frames: Frames) -> list[str]:
-    """Runs that end in a dip too short to be called, as a sentence."""
-    fates = outcomes(frames)
-    open_ends = fates[fates["dip"].notna()]
-    named = [f"{r.arm} {r.factors} seed={r.seed} (from step {r.dip:.0f})".replace(" base ", " ")
-             for r in open_ends.itertuples()]
-    return [f"End in a dip too short to be called a collapse: {', '.join(named)}."] if named else []
+    """A sentence if runs of one condition are measured at different intervals, or differ in length."""
+    settings: dict[str, set[tuple[int, int, int]]] = {}
+    for factors, rows in frames.runs.groupby("factors"):
+        configs = configs_of(replace(frames, runs=rows))
+        settings[str(factors)] = {(one.steps, one.eval_every, one.measure.detail_every) for one in configs}
+    different = "; ".join(str(sorted(values)) for values in settings.values() if len(values) > 1)
+    text = f"Runs differ in (steps, eval_every, measure.detail_every), {different}: means are not of the same steps."
+    ended = frames.runs[frames.runs["state"] != "diverged"].groupby("factors")["step"]
+    unequal = [f"{name}: {sorted(set(steps))}" for name, steps in ended if steps.nunique() > 1]
+    lengths = f"Runs end at different steps, {'; '.join(unequal)}: means are not of the same steps."
+    return [text] * bool(different) + [lengths] * bool(unequal)
 
 
 def _methods(intervals: Iterable[Interval]) -> str:
@@ -287,7 +270,3 @@ def _methods(intervals: Iterable[Interval]) -> str:
 
 def _seeds(n: int) -> str:
     return f"n = {n} seed{'s' if n > 1 else ''}"
-
-
-def _p(p: float) -> str:
-    return "–" if math.isnan(p) else f"{p:.3g}"

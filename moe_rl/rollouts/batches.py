@@ -8,13 +8,13 @@ as the weights that train on it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
@@ -25,15 +25,9 @@ from moe_rl.rollouts.turns import splice_routes
 from moe_rl.routing.sites import Layout, Site
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
-from moe_rl.tasks.base import (
-    EQUAL,
-    AnyTask,
-    Environment,
-    draw,
-    load_task,
-)
+from moe_rl.tasks.base import EQUAL, AnyTask, Environment, draw, load_task
 from moe_rl.tasks.environments import compute_reward, sample_rollouts
-from moe_rl.types import Batch, KeptTokens, Prompt, Rollout, Turn
+from moe_rl.types import KeptTokens, Prompt, Rollout, Rollouts, Turn
 
 FILE = "batches.pt"
 """Of a checkpoint, where batches wait."""
@@ -63,23 +57,42 @@ class Collector:
         prompts = draw(self.task, count, derive(self.run.seed, PROMPTS, *position), excluding)
         return encode_prompts(prompts, self.tokenizer)
 
-    def sample(self, prompts: list[Prompt], group_size: int, position: tuple[int, ...], *, step: int | None = None,
-               most: int | None = None) -> list[Rollout]:  # fmt: skip
+    def sample(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        position: tuple[int, ...],
+        *,
+        step: int | None = None,
+        most: int | None = None,
+    ) -> list[Rollout]:
         """Completions of at most `most` tokens. With `step`, they say that the weights before it drew them."""
         sampling = sampling_of(self.run)
         sampling = sampling if most is None else replace(sampling, max_new_tokens=most)
-        rollouts = sample_rollouts(self.engine.generate, self.task, prompts, group_size,
-                                   key=(self.run.seed, NOISE, *position), sampling=sampling)
+        rollouts = sample_rollouts(
+            self.engine.generate,
+            self.task,
+            prompts,
+            group_size,
+            key=(self.run.seed, NOISE, *position),
+            sampling=sampling,
+        )
         if step is None:
             return rollouts
-        return [replace(r, sampled_at=torch.full((len(r.tokens),), step - 1),
-                        routes=r.routes and replace(r.routes, weight_version=f"step {step - 1}")) for r in rollouts]
+        return [
+            replace(
+                r,
+                sampled_at=torch.full((len(r.tokens),), step - 1),
+                routes=r.routes and replace(r.routes, weight_version=f"step {step - 1}"),
+            )
+            for r in rollouts
+        ]
 
     def rewards(self, rollouts: list[Rollout]) -> list[float]:
         """The reward of every completion."""
         return [compute_reward(self.task, rollout) for rollout in rollouts]
 
-    def batch(self, rollouts: list[Rollout], rewards: list[float]) -> Batch:
+    def batch(self, rollouts: list[Rollout], rewards: list[float]) -> Rollouts:
         """Padded, groups of `group_size` after each other."""
         groups = [i // self.run.group_size for i in range(len(rollouts))]
         return collate(rollouts, groups, rewards, self.tokenizer.pad_token_id)
@@ -89,8 +102,8 @@ class Collector:
         return completion_text(tokens, self.ends, self.tokenizer)
 
 
-def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Batch:
-    """Right-pad rollouts into one batch; advantages are zero until the trainer fills them.
+def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[float], pad_token: int) -> Rollouts:
+    """Right-pad rollouts into one batch.
 
     Routes, what sampling kept, and the steps of the weights are there when every rollout carries them. What an
     environment said in a conversation is no part of the response. The batch lives on the CPU.
@@ -116,23 +129,22 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         if rollout.sampled_at is not None:
             sampled_at[b, start:length] = rollout.sampled_at
     routes = [r.routes for r in rollouts if r.routes is not None]
-    kept = [r.kept for r in rollouts if r.kept is not None]
+    sets = [r.kept for r in rollouts if r.kept is not None]
     prompts = torch.tensor([len(r.prompt.tokens) for r in rollouts])
     written = attention_mask & (torch.arange(shape[1]) >= prompts[:, None])
     routed, conversed = len(routes) == len(rollouts), any(r.turns for r in rollouts)
-    return Batch(
+    return Rollouts(
         tokens=tokens,
         attention_mask=attention_mask,
         response_mask=response_mask,
         prompt_index=torch.tensor(prompt_index),
         rollout_logprobs=logprobs,
         rewards=torch.tensor(rewards, dtype=torch.float32),
-        advantages=torch.zeros(shape),
         finished=torch.tensor([r.finished for r in rollouts]),
         turn=turn if conversed else None,
         turn_rewards=turn_rewards if conversed else None,
         rollout_routes=RoutingTrace.cat(routes, tokens, attention_mask, mixed=True) if routed else None,
-        kept=KeptTokens.stack(kept, written) if len(kept) == len(rollouts) else None,
+        kept=KeptTokens.stack(sets, written) if len(sets) == len(rollouts) else None,
         sampled_at=sampled_at if all(r.sampled_at is not None for r in rollouts) else None,
     )
 
@@ -140,13 +152,13 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
 # ---------------------------------------------------------------------- sources of batches
 @runtime_checkable
 class BatchSource(Protocol):
-    """Between engine and trainer. With several ranks only rank 0's is asked. A component is a function
+    """Between engine and trainer. With several ranks rank 0 alone uses it. A component is a function
     `source(*, option=…)` that makes one."""
 
     row: Row
     """What the row of `steps` shall say of how the last batch was drawn."""
 
-    def next(self, collector: Collector, step: int) -> Batch:
+    def next(self, collector: Collector, step: int) -> Rollouts:
         """The batch that this step trains on, rewarded; called at every step in turn, before its first update."""
 
     def save(self, folder: Path) -> None:
@@ -156,22 +168,20 @@ class BatchSource(Protocol):
         """Read what `save` wrote."""
 
 
-def _check(run: RunConfig, *, lag: int = 0, mode: str = "fixed", partial_tokens: int | None = None, refills: int = 0
-           ) -> None:  # fmt: skip
-    for name, value in (("lag", lag), ("refills", refills)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"batches.{name}={value!r} must be a whole number, at least 0.")
-    if mode not in ("fixed", "random"):
-        raise ConfigError(f"batches.mode={mode!r}: choose fixed or random.")
+def _check(run: RunConfig, *, lag: int = 0, partial_tokens: int | None = None, **_: Any) -> None:
     if partial_tokens is None:
         return
-    if not (lag and 1 <= partial_tokens < run.max_new_tokens):
-        raise ConfigError(f"batches.partial_tokens={partial_tokens} has no effect with batches.lag={lag} and "
-                          f"max_new_tokens={run.max_new_tokens}. Use a lag of 1 or more and 1 to "
-                          f"{run.max_new_tokens - 1} tokens, or leave it out.")
+    if not (lag and partial_tokens < run.max_new_tokens):
+        raise ConfigError(
+            f"batches.partial_tokens={partial_tokens} has no effect with batches.lag={lag} and "
+            f"max_new_tokens={run.max_new_tokens}. Use a lag of 1 or more and 1 to "
+            f"{run.max_new_tokens - 1} tokens, or leave it out."
+        )
     if isinstance(load_task(run.task), Environment):
-        raise ConfigError(f"batches.partial_tokens={partial_tokens} cannot split multi-turn rollouts. Leave it out; "
-                          "batches.lag works.")
+        raise ConfigError(
+            f"batches.partial_tokens={partial_tokens} cannot split multi-turn rollouts. Leave it out; "
+            "batches.lag works."
+        )
 
 
 def fresh() -> Queue:
@@ -180,7 +190,13 @@ def fresh() -> Queue:
 
 
 @checked(_check)
-def lagged(*, lag: int, mode: str = "fixed", partial_tokens: int | None = None, refills: int = 0) -> Queue:
+def lagged(
+    *,
+    lag: NonNegativeInt,
+    mode: Literal["fixed", "random"] = "fixed",
+    partial_tokens: PositiveInt | None = None,
+    refills: NonNegativeInt = 0,
+) -> Queue:
     """The batch source `lagged`. `lag`: steps between the weights that sample a batch and those that begin to train on
     it; in the first steps, the weights that the run begins with sample. `mode`: `fixed`, or `random`: a batch's lag is
     drawn from 0 … `lag`, alike in all arms of a seed. `partial_tokens`: tokens that a response draws per step, so that
@@ -189,7 +205,7 @@ def lagged(*, lag: int, mode: str = "fixed", partial_tokens: int | None = None, 
 
 
 @checked(_check)
-def dynamic(*, refills: int) -> Queue:
+def dynamic(*, refills: NonNegativeInt) -> Queue:
     """The batch source `dynamic`, dynamic sampling: how often groups whose rewards are all equal are exchanged for
     those of new prompts before a batch is trained on. What it cost is in the columns `sampled_*`."""
     return Queue(refills=refills)
@@ -208,10 +224,10 @@ class Queue:
         self.lag, self.mode, self.partial_tokens, self.refills = lag, mode, partial_tokens, refills
         self.begun: dict[int, list[Rollout]] = {}
         """Batches of which some response is not complete, by the step that trains on them."""
-        self.ready: dict[int, tuple[Batch, Row]] = {}
+        self.ready: dict[int, tuple[Rollouts, Row]] = {}
         self.row: Row = {}
 
-    def next(self, collector: Collector, step: int) -> Batch:
+    def next(self, collector: Collector, step: int) -> Rollouts:
         """See `BatchSource.next`. Raises RunError where a batch was to be begun in a step that was left out."""
         run = collector.run
         for number in range(step, step + self.lag + 1):
@@ -225,9 +241,11 @@ class Queue:
             elif number in self.begun:
                 rollouts = self._continue(collector, number, step, self.begun.pop(number))
             else:
-                raise RunError(f"the batch of step {number} is missing in step {step}; it was due to start in step "
-                               f"{begins}. Draw a batch at every step in order, and resume with {FILE} of the "
-                               "checkpoint.")
+                raise RunError(
+                    f"the batch of step {number} is missing in step {step}; it was due to start in step "
+                    f"{begins}. Draw a batch at every step in order, and resume with {FILE} of the "
+                    "checkpoint."
+                )
             if number == step or all(self._complete(run, rollout) for rollout in rollouts):
                 rewards, row = collector.rewards(rollouts), Row()
                 if self.refills:
@@ -239,7 +257,7 @@ class Queue:
         return batch
 
     def save(self, folder: Path) -> None:
-        """Write what waits, if anything does; prompts are drawn again."""
+        """Write the batches that wait, if there are any; prompts are drawn again."""
         if self.begun or self.ready:
             begun = {n: [replace(r, prompt=Prompt("")) for r in rollouts] for n, rollouts in self.begun.items()}
             torch.save({"begun": begun, "ready": self.ready}, folder / FILE)
@@ -249,10 +267,12 @@ class Queue:
         self.begun, self.ready = {}, {}
         if not (folder / FILE).exists():
             return
-        with torch.serialization.safe_globals([Batch, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, Site]):
-            found = torch.load(folder / FILE, weights_only=True)
-        self.ready, run = found["ready"], collector.run
-        for number, rollouts in found["begun"].items():
+        with torch.serialization.safe_globals(
+            [Rollouts, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, Site]
+        ):
+            state = torch.load(folder / FILE, weights_only=True)
+        self.ready, run = state["ready"], collector.run
+        for number, rollouts in state["begun"].items():
             prompts = collector.draw_prompts(run.prompts_per_step, number)
             self.begun[number] = [replace(r, prompt=prompts[i // run.group_size]) for i, r in enumerate(rollouts)]
 
@@ -277,10 +297,11 @@ class Queue:
         so_far = max(len(rollouts[i].tokens) for i in waiting)
         prefixes = [replace(r.prompt, tokens=r.prompt.tokens + r.tokens) for r in (rollouts[i] for i in waiting)]
         most = self._at_most(run.max_new_tokens - so_far, number == step)
-        found = collector.sample(prefixes, 1, (number, 0, so_far), step=step, most=most)
-        more = dict(zip(waiting, found, strict=True))
-        return [join_responses(r, more[i], collector.text_of, run.stop) if i in more else r
-                for i, r in enumerate(rollouts)]
+        parts = collector.sample(prefixes, 1, (number, 0, so_far), step=step, most=most)
+        more = dict(zip(waiting, parts, strict=True))
+        return [
+            join_responses(r, more[i], collector.text_of, run.stop) if i in more else r for i, r in enumerate(rollouts)
+        ]
 
     def _exchange(
         self, collector: Collector, number: int, step: int, rollouts: list[Rollout], rewards: list[float]
@@ -289,22 +310,22 @@ class Queue:
         give way to those of new prompts, as many as are missing, `refills` times at most; what is missing then stays as
         it was drawn. Groups with signal come first, in the order in which they were drawn."""
         size, wanted = collector.run.group_size, collector.run.prompts_per_step
-        found = _split_into_groups(rollouts, rewards, size)
+        groups = _split_into_groups(rollouts, rewards, size)
         for refill in range(1, self.refills + 1):
-            if not (missing := wanted - sum(not _has_zero_variance(group) for group in found)):
+            if not (missing := wanted - sum(not _has_zero_variance(group) for group in groups)):
                 break
             prompts = collector.draw_prompts(missing, number, refill, 0)
             more = collector.sample(prompts, size, (number, refill, 0), step=step)
-            found += _split_into_groups(more, collector.rewards(more), size)
-        everything = [pair for group in found for pair in group]
+            groups += _split_into_groups(more, collector.rewards(more), size)
+        pairs = [pair for group in groups for pair in group]
         row = {
-            "sampled_groups": len(found),
-            "sampled_zero_variance_groups": sum(map(_has_zero_variance, found)),
-            "sampled_tokens": sum(rollout.own_tokens for rollout, _ in everything),
-            "sampled_reward": sum(reward for _, reward in everything) / len(everything),
+            "sampled_groups": len(groups),
+            "sampled_zero_variance_groups": sum(map(_has_zero_variance, groups)),
+            "sampled_tokens": sum(rollout.own_tokens for rollout, _ in pairs),
+            "sampled_reward": sum(reward for _, reward in pairs) / len(pairs),
         }
-        kept = [pair for group in sorted(found, key=_has_zero_variance)[:wanted] for pair in group]
-        return [rollout for rollout, _ in kept], [reward for _, reward in kept], row
+        chosen = [pair for group in sorted(groups, key=_has_zero_variance)[:wanted] for pair in group]
+        return [rollout for rollout, _ in chosen], [reward for _, reward in chosen], row
 
 
 def _split_into_groups(rollouts: list[Rollout], rewards: list[float], size: int) -> list[list[tuple[Rollout, float]]]:
@@ -324,13 +345,10 @@ def join_responses(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str
     `text_of` reads a completion's ids without its end token. A stop string that lies across the seam, which no engine
     could see, ends the response there: what was drawn after it is left out.
     """
-    tokens, seam = first.tokens + then.tokens, len(first.tokens)
-    ends = range(seam + 1, len(tokens) + 1) if stop else ()
-
-    def stopped(end: int) -> bool:
-        return any(s in text_of(tokens[:end]) for s in stop)
-
-    end = ends[bisect_left(ends, True, key=stopped)] if ends and stopped(ends[-1]) else None
+    tokens, end = first.tokens + then.tokens, None
+    if any(s in text_of(tokens) for s in stop):
+        ends = range(len(first.tokens) + 1, len(tokens) + 1)
+        end = next(n for n in ends if any(s in text_of(tokens[:n]) for s in stop))
     tokens = tokens[:end]
     parts = (first.sampled_at, then.sampled_at)
     return replace(

@@ -30,12 +30,17 @@ class Sampler(Protocol):
     """Whether rollouts carry the routes the engine used."""
 
     def generate(
-        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        *,
+        key: tuple[int, ...],
+        sampling: Sampling,
         reply: Reply | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> list[Rollout]:
         """`group_size` completions of every prompt, prompt-major: all of prompt 0, then all of prompt 1.
 
-        With `reply` they are conversations: it is asked about every turn that ended by itself, and what it says goes
+        With `reply` they are conversations: it answers every turn that ended by itself, and its answer goes
         between the policy's tokens as ids (`models.tokens.reply_tokens`); the policy goes on from all that is there. A
         reply that would leave no room for a token is left out, and the conversation counts as cut off.
 
@@ -59,19 +64,28 @@ class RolloutEngine(Sampler, Protocol):
 
 def sampling_of(run: RunConfig) -> Sampling:
     """How a run draws its completions."""
-    return Sampling(run.temperature, run.max_new_tokens, tuple(run.stop), top_p=run.top_p, top_k=run.top_k,
-                    min_p=run.min_p, keep_mask=run.sampling_mask)
+    return Sampling(
+        run.temperature,
+        run.max_new_tokens,
+        tuple(run.stop),
+        top_p=run.top_p,
+        top_k=run.top_k,
+        min_p=run.min_p,
+        keep_mask=run.sampling_mask,
+    )
 
 
 def check_routes(run: RunConfig, routes: str) -> None:
-    """Raise ConfigError where an engine is asked for routes in a way that is none, or an arm replays routes that the
+    """Raise ConfigError for a value that `routes` cannot have, and where an arm replays routes that the
     engine is not asked for."""
     if routes not in ROUTES:
         raise ConfigError(f"engine.routes={routes!r}: choose {', '.join(ROUTES)}.")
     sources = [Component.of(use) for use in (run.arm.routes, run.arm.ratio_routes) if use is not None]
     if routes == "off" and "rollout" in {name for use in sources for name in (use.name, use.options.get("base"))}:
-        raise ConfigError("routes='rollout' replays the engine's routing, but engine.routes='off' records none. Set "
-                          "engine.routes to 'raise' or 'unknown'.")
+        raise ConfigError(
+            "routes='rollout' replays the engine's routing, but engine.routes='off' records none. Set "
+            "engine.routes to 'raise' or 'unknown'."
+        )
 
 
 def warn_without_mask(run: RunConfig, why: str) -> None:
@@ -80,7 +94,9 @@ def warn_without_mask(run: RunConfig, why: str) -> None:
         warnings.warn(
             f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: the trainer's log-probs are over the whole "
             f"vocabulary, not over the kept tokens ({why}). Use engine='hf', which reports the kept tokens, or a "
-            "correction such as truncated.", stacklevel=2)
+            "correction such as truncated.",
+            stacklevel=2,
+        )
 
 
 def check_dtype(name: str, dtype: str | None) -> None:
@@ -114,33 +130,30 @@ def check_request(prompts: list[Prompt], group_size: int, sampling: Sampling, co
     """Raise ConfigError for what no engine can carry out. `context` is the most tokens that a sequence may have."""
     if not prompts:
         raise ConfigError("no prompts were given. Give at least one.")
-    if group_size < 1 or sampling.max_new_tokens < 1:
-        raise ConfigError(f"group size {group_size} and max_new_tokens {sampling.max_new_tokens} must be at least 1.")
-    if not sampling.temperature > 0:
-        raise ConfigError(f"temperature {sampling.temperature} must be above 0. For greedy decoding, use "
-                          "Sampling(greedy=True).")
-    if not (0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
-        raise ConfigError(f"top_p={sampling.top_p:g} must be in (0, 1], top_k={sampling.top_k} at least 0, and "
-                          f"min_p={sampling.min_p:g} in [0, 1].")
+    s = sampling
+    shares = 0 < s.top_p <= 1 and 0 <= s.min_p <= 1 and s.top_k >= 0
+    if group_size < 1 or s.max_new_tokens < 1 or not s.temperature > 0 or not shares:
+        raise ConfigError(
+            f"group size {group_size} and {s}: group size, tokens and temperature must be positive, 0 < top_p ≤ 1, "
+            "0 ≤ min_p ≤ 1, top_k ≥ 0."
+        )
     for i, prompt in enumerate(prompts):
         if not prompt.tokens:
             raise ConfigError(f"prompt {i} ({prompt.text[:40]!r}) has no token ids. Encode it with the tokenizer.")
-        whole = len(prompt.tokens) + sampling.max_new_tokens
-        if context is not None and whole > context:
+        if context is not None and len(prompt.tokens) + sampling.max_new_tokens > context:
             raise ConfigError(
-                f"prompt {i} ({prompt.text[:40]!r}) has {len(prompt.tokens)} tokens, with "
-                f"max_new_tokens={sampling.max_new_tokens} {whole}, but the model (max_position_embeddings) reads at "
-                f"most {context}. Shorten prompts, or lower max_new_tokens."
+                f"prompt {i} ({prompt.text[:40]!r}) has {len(prompt.tokens)} tokens and max_new_tokens is "
+                f"{sampling.max_new_tokens}, but the model (max_position_embeddings) reads at most {context}."
             )
 
 
 def completion_text(tokens: Sequence[int], ends: Collection[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """Ids of a completion as text, without the one of `ends` that ended it; other special tokens stay visible."""
-    kept = list(tokens[:-1] if tokens[-1] in ends else tokens)
-    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    written = list(tokens[:-1] if tokens[-1] in ends else tokens)
+    return str(tokenizer.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def before_stop(text: str, stops: tuple[str, ...]) -> str:
     """The text up to the first stop string."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+    places = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(places)] if places else text

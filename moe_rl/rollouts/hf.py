@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import Diverged, RunError
+from moe_rl.models.compilation import run_eagerly
 from moe_rl.models.load import LoadedModel
 from moe_rl.models.vocabulary import kept
 from moe_rl.registry import checked
@@ -31,6 +30,7 @@ from moe_rl.rollouts.engine import (
 )
 from moe_rl.rollouts.turns import Conversations
 from moe_rl.routing import Layout, Recording, RoutingTrace, record_routing
+from moe_rl.routing.observe import evaluation_mode
 from moe_rl.types import KeptTokens, Prompt, Reply, Rollout, Sampling, Turn
 
 if TYPE_CHECKING:
@@ -75,9 +75,14 @@ class HFEngine:
 
     # ------------------------------------------------------------------ the verbs
     def generate(
-        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        *,
+        key: tuple[int, ...],
+        sampling: Sampling,
         reply: Reply | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> list[Rollout]:
         """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
 
         What `reply` says is read token by token beside the rows that are being drawn, into the cache that is there: a
@@ -93,7 +98,7 @@ class HFEngine:
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         at_once = max(1, self.max_rows // group_size)
         recorder = record_routing(self.model) if self.reports_routes else nullcontext()
-        with torch.no_grad(), _eval_mode(self.model), recorder as recording:
+        with torch.no_grad(), evaluation_mode(self.model), run_eagerly(self.model), recorder as recording:
             for start in range(0, len(by_length), at_once):
                 chosen = by_length[start : start + at_once]
                 part = [prompts[i] for i in chosen]
@@ -111,20 +116,16 @@ class HFEngine:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights into the model, casting to its dtype. Tensors that *are* the model's own are left alone, so this
         costs nothing when the engine shares the policy's module. Raises RunError for names that do not match."""
-        mine = self.model.state_dict()
-        given = set()
+        mine, received = self.model.state_dict(), set()
         for name, tensor in weights:
-            if name not in mine:
-                raise RunError(f"the policy has a weight {name!r} that the engine's model lacks. Use the same model "
-                               "for both.")
-            given.add(name)
-            if tensor.data_ptr() != mine[name].data_ptr():
+            received.add(name)
+            if name in mine and tensor.data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(tensor.detach())
-        if missing := sorted(set(mine) - given):
-            raise RunError(f"the policy gave no {missing[0]!r} ({len(missing)} missing). Use the same model for both.")
+        if names := sorted(mine.keys() ^ received):
+            raise RunError(f"policy or engine lacks {len(names)} weights, e.g. {names[0]!r}. Use one model for both.")
 
     def close(self) -> None:
-        """Nothing to give back: the module belongs to whoever made it."""
+        """Nothing to give back: the module belongs to its maker."""
 
     # ------------------------------------------------------------------ how
     def _draw(
@@ -150,13 +151,11 @@ class HFEngine:
         cache = getattr(output, kept_as)
         sample = torch.arange(len(prompts), device=self.device).repeat_interleave(group_size)
         cache.reorder_cache(sample)
-        make_room(cache, sampling.max_new_tokens)
         logits = output.logits[:, -1][sample]
         rows = torch.arange(len(sample), device=self.device)  # of the completions still being drawn
         for t in range(sampling.max_new_tokens):
             if sampling.truncates:
-                may_be_drawn = kept(logits.float() / sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-                                    min_p=sampling.min_p)
+                may_be_drawn = find_kept(logits, sampling)
                 logits = logits.masked_fill(~may_be_drawn, -torch.inf)
                 if sampling.keep_mask:
                     if conversations is not None:
@@ -246,6 +245,12 @@ class HFEngine:
 
 
 # ---------------------------------------------------------------------- drawing
+def find_kept(logits: Float[Tensor, "rows vocabulary"], sampling: Sampling) -> Bool[Tensor, "rows vocabulary"]:
+    """The tokens that truncated sampling keeps."""
+    scaled = logits.float() / sampling.temperature
+    return kept(scaled, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
+
+
 def draw_noise(key: tuple[int, ...], samples: int, length: int) -> Float[Tensor, "samples length"]:
     """Uniform numbers in [0, 1), float64. Sample i has the same ones however many samples there are."""
     return torch.from_numpy(np.random.default_rng(key).random((samples, length)))
@@ -287,18 +292,6 @@ def _pad_left(
     rows = [(0,) * pad + prompt.tokens for pad, prompt in zip(pads, prompts, strict=True)]
     mask = torch.arange(width)[None] >= torch.tensor(pads)[:, None]
     return torch.tensor(rows, device=device), mask.to(device)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout and no router jitter; a layer set to train for activation checkpointing would also drop its cache."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 # ---------------------------------------------------------------------- memory of a batch of completions
@@ -380,56 +373,6 @@ class CompletionBuffers:
         return RoutingTrace.from_ids(ids, recording.layout, tokens=tokens, attention_mask=mask, check=False)
 
 
-# ---------------------------------------------------------------------- a KV cache that does not move while it grows
-class RoomyLayer(DynamicLayer):
-    """Keys and values of one layer, in buffers with room for what is still to come.
-
-    A `DynamicLayer` copies everything at every token, 2 · rows · kv_heads · time · head_dim numbers; this one writes
-    the new ones alone. What is attended to has the same values, so the results have the same bits.
-    """
-
-    keys: Float[Tensor, "rows heads time key_dim"]
-    values: Float[Tensor, "rows heads time value_dim"]
-    """What there is so far, as views of the buffers."""
-
-    def __init__(self, keys: Tensor, values: Tensor, new: int):
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.rooms = [nn.functional.pad(x, (0, 0, 0, new)) for x in (keys, values)]
-        self._show(keys.shape[2])
-
-    def update(
-        self,
-        key_states: Float[Tensor, "rows heads t key_dim"],
-        value_states: Float[Tensor, "rows heads t value_dim"],
-        *_: Any,
-        **__: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Append; returns all keys and values so far, as views."""
-        start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
-        if end > self.rooms[0].shape[2]:
-            raise ValueError(f"the cache has room for {self.rooms[0].shape[2]} tokens, not for {end}.")
-        for room, states in zip(self.rooms, (key_states, value_states), strict=True):
-            room[:, :, start:end] = states
-        self._show(end)
-        return self.keys, self.values
-
-    def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
-        """Keep these rows."""
-        self.rooms = [room.index_select(0, beam_idx) for room in self.rooms]
-        self._show(self.keys.shape[2])
-
-    def _show(self, end: int) -> None:
-        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
-
-
 def cache_argument(model: nn.Module) -> str:
     """What a model calls its cache, as an argument and in its output: `cache` since transformers 5.24."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-
-
-def make_room(cache: Cache, new: int) -> None:
-    """Give every layer that grows by concatenation room for `new` tokens; other kinds (sliding, linear) keep theirs."""
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
-            cache.layers[index] = RoomyLayer(layer.keys, layer.values, new)

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from moe_rl.models.tokens import spell
-from moe_rl.types import Batch, Sampling
+from moe_rl.types import Batch, Rollouts, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class GapFiles:
         self.folder, self.sampling = folder, sampling
         self.before: deque[float] = deque(maxlen=20)
 
-    def __call__(self, step: int, batch: Batch, row: Mapping[str, Any]) -> None:
+    def __call__(self, step: int, batch: Rollouts, row: Mapping[str, Any]) -> None:
         """The batch of a step and its row of `steps`."""
         gap = row.get("engine_kl_k3")
         if gap is None or not bool(batch.response_mask.any()):
@@ -65,21 +65,27 @@ class GapFiles:
             return
         try:
             self.folder.mkdir(exist_ok=True)
-            with file.open("w") as out:
+            with file.open("w", encoding="utf-8") as out:
                 for line in to_lines(batch, self.sampling, f"step {step - 1}"):
                     if (there := out.tell()) and there + len(line) > FILE_BYTES:
                         break
                     out.write(line)
         except OSError as error:
-            warnings.warn(f"step {step}: the engine's log-probs differ by {gap:.2g} nats per token, and the rollouts "
-                          f"cannot be saved: {error}", stacklevel=2)
+            warnings.warn(
+                f"step {step}: the engine's log-probs differ by {gap:.2g} nats per token, and the rollouts "
+                f"cannot be saved: {error}",
+                stacklevel=2,
+            )
             return
-        warnings.warn(f"step {step}: the KL between engine and trainer is {gap:.2g} nats per token, usually at most "
-                      f"{usual:.2g}. To find the cause, run `moe-rl diagnose {file} CHECKPOINT` with the weights after "
-                      f"step {step - 1}.", stacklevel=2)
+        warnings.warn(
+            f"step {step}: the KL between engine and trainer is {gap:.2g} nats per token, usually at most "
+            f"{usual:.2g}. To find the cause, run `moe-rl diagnose {file} CHECKPOINT` with the weights after "
+            f"step {step - 1}.",
+            stacklevel=2,
+        )
 
 
-def to_lines(batch: Batch, sampling: Sampling, version: str) -> Iterator[str]:
+def to_lines(batch: Rollouts, sampling: Sampling, version: str) -> Iterator[str]:
     """The first responses of a batch, a line of JSON each, as docs/diagnose.md has them; null is a log-prob of what an
     environment wrote."""
     for b in range(min(len(batch), ROWS)):
@@ -89,9 +95,12 @@ def to_lines(batch: Batch, sampling: Sampling, version: str) -> Iterator[str]:
         end, start = int(batch.attention_mask[b].sum()), int(own.long().argmax())
         values = zip(batch.rollout_logprobs[b, start:end].tolist(), own[start:end].tolist(), strict=True)
         entry: dict[str, Any] = {
-            "tokens": batch.tokens[b, :end].tolist(), "prompt_length": start,
+            "tokens": batch.tokens[b, :end].tolist(),
+            "prompt_length": start,
             "logprobs": [value if is_own else None for value, is_own in values],
-            "temperature": sampling.temperature, "weight_version": version}
+            "temperature": sampling.temperature,
+            "weight_version": version,
+        }
         if sampling.truncates:
             entry |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         if batch.rollout_routes is not None:
@@ -117,8 +126,8 @@ def rollout_rows(
     last epoch counts. `flips` gives, for some rows, at how many sites each token's routes changed.
     """
     log_ratio, clipped_by = log_ratio[-len(batch) :].cpu(), clipped_by[-len(batch) :].cpu()
-    kept, left, rows = choose_rollouts(step, batch, log_ratio, most), STEP_BYTES, []
-    for b, changed in zip(kept.tolist(), flips(kept).cpu(), strict=True):
+    chosen, left, rows = choose_rollouts(step, batch, log_ratio, most), STEP_BYTES, []
+    for b, changed in zip(chosen.tolist(), flips(chosen).cpu(), strict=True):
         own, end = batch.response_mask[b].cpu(), int(batch.attention_mask[b].sum())
         start = int(own.long().argmax())
         ids, ratios = batch.tokens[b].tolist(), log_ratio[b].tolist()
@@ -128,26 +137,39 @@ def rollout_rows(
             response += [[part.start - start - len(response)]] * bool(response)  # how many are left out before it
             texts = (text[:LETTERS] for text in spell(ids[part], tokenizer))
             marks = (values[part] for values in (columns, clipped_by[b].tolist(), changed.tolist()))
-            response += [[text, None if ratio is None else round(ratio, 4), clip, flip]
-                         for text, ratio, clip, flip in zip(texts, *marks, strict=True)]
-        asked = (str(tokenizer.decode(ids[part], clean_up_tokenization_spaces=False))
-                 for part in _ends(0, start, PROMPT))
-        rows.append({
-            "step": step, "rollout": b, "group": int(batch.prompt_index[b]), "reward": float(batch.rewards[b]),
-            "advantage": batch.advantages[b].cpu()[own].double().mean().item(), "response_tokens": float(own.sum()),
-            "truncated": float(not batch.finished[b]),
-            "log_ratio_min": log_ratio[b][own].min().item(), "log_ratio_max": log_ratio[b][own].max().item(),
-            "clipped": int((clipped_by[b][own] != 0).sum()), "flips": int(changed[own].sum()),
-            "prompt": "\n[…]\n".join(text[: LETTERS * PROMPT] for text in asked),
-            "response": json.dumps(response, ensure_ascii=False, separators=(",", ":")),
-        })
+            response += [
+                [text, None if ratio is None else round(ratio, 4), clip, flip]
+                for text, ratio, clip, flip in zip(texts, *marks, strict=True)
+            ]
+        asked = (
+            str(tokenizer.decode(ids[part], clean_up_tokenization_spaces=False)) for part in _ends(0, start, PROMPT)
+        )
+        rows.append(
+            {
+                "step": step,
+                "rollout": b,
+                "group": int(batch.prompt_index[b]),
+                "reward": float(batch.rewards[b]),
+                "advantage": batch.advantages[b].cpu()[own].double().mean().item(),
+                "response_tokens": float(own.sum()),
+                "truncated": float(not batch.finished[b]),
+                "log_ratio_min": log_ratio[b][own].min().item(),
+                "log_ratio_max": log_ratio[b][own].max().item(),
+                "clipped": int((clipped_by[b][own] != 0).sum()),
+                "flips": int(changed[own].sum()),
+                "prompt": "\n[…]\n".join(text[: LETTERS * PROMPT] for text in asked),
+                "response": json.dumps(response, ensure_ascii=False, separators=(",", ":")),
+            }
+        )
         left -= len((rows[-1]["prompt"] + rows[-1]["response"]).encode(errors="replace"))
         if left < 0:
             return rows[:-1]
     return rows
 
 
-def choose_rollouts(step: int, batch: Batch, log_ratio: Float[Tensor, "batch time"], most: int) -> Int[Tensor, " rows"]:
+def choose_rollouts(
+    step: int, batch: Rollouts, log_ratio: Float[Tensor, "batch time"], most: int
+) -> Int[Tensor, " rows"]:
     """Which rows are kept: in turns the best and the worst reward, the largest |log r|, the longest, and any. Among
     equal ones it changes from step to step which come first; nothing is drawn."""
     order = (torch.arange(len(batch)) + step) % len(batch)
@@ -155,8 +177,8 @@ def choose_rollouts(step: int, batch: Batch, log_ratio: Float[Tensor, "batch tim
     order = order[lengths[order] > 0]
     scores = (batch.rewards.cpu(), -batch.rewards.cpu(), log_ratio.abs().amax(1), lengths, torch.zeros(len(batch)))
     rankings = [order[score[order].argsort(descending=True, stable=True)].tolist() for score in scores]
-    found = dict.fromkeys(row for turn in zip(*rankings, strict=True) for row in turn)
-    return torch.tensor([*found][:most], dtype=torch.long)
+    rows = dict.fromkeys(row for turn in zip(*rankings, strict=True) for row in turn)
+    return torch.tensor([*rows][:most], dtype=torch.long)
 
 
 def _ends(start: int, end: int, most: int) -> list[slice]:

@@ -11,7 +11,7 @@ import copy
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import LoadedModel
-from moe_rl.registry import Component, checked
+from moe_rl.registry import Component, NotNegative, checked
 from moe_rl.rollouts.engine import check_dtype, check_routes, warn_without_mask
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing.sites import router_parameters
@@ -32,37 +32,43 @@ KEPT = ("embed", "lm_head")
 """Parts of a name of matrices that 8-bit checkpoints keep; routers are kept too."""
 
 
-EXPERTS = ("eager", "batched_mm", "grouped_mm")
-
-
-def _check(
-    run: RunConfig, *, dtype: str | None = None, experts: str | None = None, int8: bool = False,
-    router_noise: float = 0.0, routes: str = "raise",
-) -> None:  # fmt: skip
+def _check(run: RunConfig, *, dtype: str | None = None, routes: str = "raise", **_: Any) -> None:
     check_routes(run, routes)
     check_dtype("engine.dtype", dtype)
     if Component.of(run.policy).name != "hf":
-        raise ConfigError(f"engine='perturbed' copies the model of policy='hf', which policy={str(run.policy)!r} does "
-                          "not have. Use engine hf, vllm or a server.")
-    if experts not in (None, *EXPERTS):
-        raise ConfigError(f"engine.experts={experts!r}: choose {', '.join(EXPERTS)}.")
-    if not router_noise >= 0:
-        raise ConfigError(f"engine.router_noise={router_noise} must not be negative.")
+        raise ConfigError(
+            f"engine='perturbed' copies the model of policy='hf', which policy={str(run.policy)!r} does "
+            "not have. Use engine hf, vllm or a server."
+        )
     if not run.sampling_mask:
         warn_without_mask(run, "sampling_mask=False")
 
 
 @checked(_check)
 def perturbed(
-    run: RunConfig, start: LoadedModel, folder: Path, *, dtype: str | None = None, experts: str | None = None,
-    int8: bool = False, router_noise: float = 0.0, routes: str = "raise",
-) -> MismatchedEngine:  # fmt: skip
+    run: RunConfig,
+    start: LoadedModel,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    experts: Literal["eager", "batched_mm", "grouped_mm"] | None = None,
+    int8: bool = False,
+    router_noise: NotNegative = 0.0,
+    routes: str = "raise",
+) -> MismatchedEngine:
     """The engine `perturbed`. `dtype`: in which it computes, e.g. `bfloat16`; `experts`: another of transformers'
     implementations, `eager`, `batched_mm` or `grouped_mm`; `int8`: matrices rounded to 8 bits, one scale per row,
     embeddings and routers kept; `router_noise`: on router weights, in units of their standard deviation, new after
     every update; `routes`: `raise`, or `off`."""
-    return MismatchedEngine(start.model, start.tokenizer, dtype=dtype, experts=experts, int8=int8,
-                            router_noise=router_noise, record_routes=routes != "off")
+    return MismatchedEngine(
+        start.model,
+        start.tokenizer,
+        dtype=dtype,
+        experts=experts,
+        int8=int8,
+        router_noise=router_noise,
+        record_routes=routes != "off",
+    )
 
 
 class MismatchedEngine(HFEngine):
@@ -72,9 +78,16 @@ class MismatchedEngine(HFEngine):
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, dtype: str | None = None,
-        experts: str | None = None, int8: bool = False, router_noise: float = 0.0, record_routes: bool = True,
-    ):  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        dtype: str | None = None,
+        experts: str | None = None,
+        int8: bool = False,
+        router_noise: float = 0.0,
+        record_routes: bool = True,
+    ):
         twin = copy.deepcopy(model).requires_grad_(False).eval()
         if experts is not None:
             _set_experts(twin, experts)
@@ -120,9 +133,6 @@ def with_noise(weight: Float[Tensor, "experts hidden"], scale: float) -> Float[T
 
 def _set_experts(model: PreTrainedModel, name: str) -> None:
     """Another of transformers' implementations of the experts: eager, batched_mm, grouped_mm."""
-    try:
-        model.set_experts_implementation(name)
-    except (AttributeError, ValueError) as error:
-        raise ConfigError(f"engine.experts={name!r} does not exist for {type(model).__name__}: {error}") from error
+    model.set_experts_implementation(name)
     if getattr(model.config, "_experts_implementation", None) != name:
         raise ConfigError(f"engine.experts={name!r} has no effect on {type(model).__name__}. Leave it out.")

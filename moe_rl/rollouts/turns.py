@@ -28,10 +28,11 @@ class Conversations:
     """The conversations of rows that are decoded side by side: a reply is read a token per step, in place of tokens
     that would be drawn, while other rows are drawn. Rows count from 0; `numbers` are those that `reply` knows."""
 
-    def __init__(self, reply: Reply, numbers: list[int], tokenizer: PreTrainedTokenizerBase, ends: set[int],
-                 sampling: Sampling):  # fmt: skip
+    def __init__(
+        self, reply: Reply, numbers: list[int], tokenizer: PreTrainedTokenizerBase, ends: set[int], sampling: Sampling
+    ):
         self.reply, self.numbers, self.tokenizer, self.ends, self.sampling = reply, numbers, tokenizer, ends, sampling
-        self.given = torch.full((len(numbers), sampling.max_new_tokens), -1)
+        self.replied = torch.full((len(numbers), sampling.max_new_tokens), -1)
         """What replies put where; -1 where the policy draws."""
         self.begun = torch.zeros(len(numbers), dtype=torch.long)
         """Where in the response the policy's turn begins, which may still be to come."""
@@ -39,14 +40,14 @@ class Conversations:
 
     def is_drawn(self, rows: Int[Tensor, " rows"], t: int) -> Bool[Tensor, " rows"]:
         """Whose token at position t of the response is the policy's."""
-        return (self.given[rows.cpu(), t] < 0).to(rows.device)
+        return (self.replied[rows.cpu(), t] < 0).to(rows.device)
 
     def put_replies(
         self, rows: Int[Tensor, " rows"], t: int, token: Int[Tensor, " rows"], logprob: Float[Tensor, " rows"]
     ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
         """Tokens at position t of the response and their log-probs: the environment's, where it speaks."""
-        given = self.given[rows.cpu(), t].to(token.device)
-        return torch.where(given < 0, token, given), torch.where(given < 0, logprob, 0)
+        replied = self.replied[rows.cpu(), t].to(token.device)
+        return torch.where(replied < 0, token, replied), torch.where(replied < 0, logprob, 0)
 
     def end_turns(
         self, rows: Int[Tensor, " rows"], t: int, ended: Bool[Tensor, " rows"], tokens: Int[Tensor, "rows so_far"]
@@ -56,20 +57,20 @@ class Conversations:
         over, finished, at = torch.zeros_like(ended), torch.zeros_like(ended), rows.tolist()
         for n in ended.nonzero()[:, 0].tolist():
             b = at[n]
-            if self.given[b, t] >= 0:  # the environment's own
+            if self.replied[b, t] >= 0:  # the environment's own
                 continue
             start = int(self.begun[b])
             turn = self._turn(start, tokens[n, start:].tolist())
-            said = self.reply(self.numbers[b], turn.text)
-            if said is not None:
-                ids = reply_tokens(said, self.tokenizer, int(tokens[n, t]) in self.ends)
+            reply = self.reply(self.numbers[b], turn.text)
+            if reply is not None:
+                ids = reply_tokens(reply, self.tokenizer, int(tokens[n, t]) in self.ends)
                 if t + 1 + len(ids) < self.sampling.max_new_tokens:
-                    self.over[b].append(replace(turn, reply=said))
+                    self.over[b].append(replace(turn, reply=reply))
                     self.begun[b] = t + 1 + len(ids)
-                    self.given[b, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, dtype=torch.long)
+                    self.replied[b, t + 1 : t + 1 + len(ids)] = torch.tensor(ids, dtype=torch.long)
                     continue
             self.over[b].append(turn)
-            over[n], finished[n] = True, said is None
+            over[n], finished[n] = True, reply is None
         return over, finished
 
     def turns(self, row: int, tokens: list[int]) -> tuple[Turn, ...]:
@@ -113,15 +114,15 @@ def generate_by_turns(
         ids: dict[int, tuple[int, ...]] = {}
         for b in going:
             last = drawn[b].turns[-1]
-            said = reply(b, last.text) if drawn[b].finished else None
-            if said is None:
+            answer = reply(b, last.text) if drawn[b].finished else None
+            if answer is None:
                 continue
-            ids[b] = reply_tokens(said, tokenizer, drawn[b].tokens[-1] in ends)
+            ids[b] = reply_tokens(answer, tokenizer, drawn[b].tokens[-1] in ends)
             if len(drawn[b].tokens) + len(ids[b]) >= sampling.max_new_tokens:
                 del ids[b]
                 drawn[b] = replace(drawn[b], finished=False)
             else:
-                drawn[b] = replace(drawn[b], turns=(*drawn[b].turns[:-1], replace(last, reply=said)))
+                drawn[b] = replace(drawn[b], turns=(*drawn[b].turns[:-1], replace(last, reply=answer)))
         going = list(ids)
         if not going:
             break

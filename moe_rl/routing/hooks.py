@@ -1,9 +1,8 @@
 """`record_routing` and `replay_routing`: the scopes in which routes are read from a model's forward, or forced on it.
 
-Inside a scope every routing site's forward runs under a torch function mode that sees the site's own final top-k
-(`selection.py`). Recording reads the ids there; replay answers `(scores.gather(ids), ids)` instead, so that the
-family's own code makes the combine weights from the live router's scores, and gradient reaches the router through
-them. There is no formula per family, no argument threaded through a model, and nothing left behind after the block.
+Inside a scope every router's forward runs under a torch function mode that sees the router's own final top-k
+(`selection.py`). Recording reads the ids there. Replay answers `(scores.gather(ids), ids)`, so the family's own code
+makes the combine weights from the live router's scores, and gradient reaches the router.
 """
 
 from __future__ import annotations
@@ -11,105 +10,108 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 
-from moe_rl.errors import RoutingError
-from moe_rl.routing.intercept import checkpoints_bound, hooked, tokens_noted
-from moe_rl.routing.selection import Replay
-from moe_rl.routing.sites import Layout, RoutingModule, family_class, find_sites, make_layout, since
-from moe_rl.routing.trace import RoutingTrace
+from moe_rl.errors import NotFinite, RoutingError
+from moe_rl.routing.intercept import forwards_watched, hooked
+from moe_rl.routing.selection import Replay, chosen
+from moe_rl.routing.sites import Layout, RoutingModule, family_class, find_sites, make_layout
+from moe_rl.routing.trace import RoutingTrace, require_same
 
-JOIN = ("Record each micro-batch in its own block, and join them with RoutingTrace.cat(traces, input_ids, "
-        "attention_mask). After beam search, use take().")
+JOIN = "Record each micro-batch in its own block, and join them with RoutingTrace.cat. After beam search, use take()."
 
 __all__ = ["Recording", "Replay", "RouterScores", "record_routing", "replay_routing"]
 
 
 # ---------------------------------------------------------------------- the two scopes
 @contextmanager
-def record_routing(model: nn.Module, scores: bool = False, logits: bool = False) -> Iterator[Recording]:
-    """Record the experts that every forward of `model` inside the block uses, replayed ones included.
+def record_routing(
+    model: nn.Module, scores: bool | Literal["where_possible"] = False, logits: bool = False
+) -> Iterator[Recording]:
+    """Record the experts that every forward of `model` in this thread uses inside the block, replayed ones included.
 
-    A recomputation under activation checkpointing is not recorded again; it uses the experts of its forward. `scores`
-    also keeps gates, router log-probabilities and margins of the last forward, `logits` the routers' logits with their
-    graph. Raises RoutingError for a model without routers. `Recording.trace` knows the tokens that each forward read,
-    and refuses others.
+    A recomputation under activation checkpointing uses the experts of its forward and is not recorded. `scores` also
+    keeps gates, router log-probabilities and margins of the last forward; "where_possible" sets `Recording.scored` to
+    False for a family that does not return them. `logits` keeps the routers' logits with their graph. Raises
+    RoutingError for a model without routers, and at the end of a forward that left one out.
 
         with record_routing(model) as recording:
             model(input_ids)
         routes = recording.trace(input_ids)
     """
     modules = find_sites(model)
-    recording = Recording(make_layout(model, modules), scored=scores, graphed=logits)
+    recording = Recording(make_layout(model, modules), scored=bool(scores), graphed=logits)
 
     def listen(site: int, used: Tensor, choice: Tensor, output: Any) -> None:
-        read = read_scores(modules[site], used, choice, output) if scores else None
-        recording.routed(site, used, read, read_logits(modules[site], output) if logits else None)
+        read = None
+        try:
+            read = read_scores(modules[site], used, choice, output) if recording.scored else None
+        except RoutingError:
+            if scores != "where_possible":
+                raise
+            recording.scored = False
+        recording.routed(site, chosen(used, choice), read, read_logits(modules[site], output) if logits else None)
 
-    with hooked(modules, "listeners", listen), checkpoints_bound(model, modules), tokens_noted(model, recording.reads):
+    with hooked(modules, "listeners", listen), forwards_watched(model, modules, recording.reads):
         yield recording
 
 
 @contextmanager
-def replay_routing(
-    model: nn.Module, trace: RoutingTrace | None, *, part: bool = False
-) -> Iterator[Replay | None]:
-    """Force the experts of `trace` on every forward of `model` inside the block; `None` does nothing.
+def replay_routing(model: nn.Module, trace: RoutingTrace | None, *, part: bool = False) -> Iterator[Replay | None]:
+    """Force the experts of `trace` on every forward of `model` in this thread inside the block; `None` does nothing.
 
-    Only ids are forced: gates come from the live router, so its gradient flows, unless the trace has `gates` of its
-    own; with `keep` only ids that the live router still scores high enough are. The forward must read the trace's
-    tokens, in its padding. Forward *and* backward belong inside the block, so that activation checkpointing
-    recomputes under the same routes; scopes may be nested, one per micro-batch, for a single backward. `part` says
-    that the trace is some rows of a larger one, and may by chance know no route at all. Raises RoutingError for a trace
-    that does not fit or, unless it is a part, knows nothing; if no forward ran; and if a checkpointed forward was not
-    backpropagated before the block ended (its gradients would come from other experts).
+    Only ids are forced: gates come from the live router, so its gradient flows, unless the trace has `gates`. With
+    `keep`, an id is forced only while the live router scores it high enough. The forward must read the trace's tokens,
+    in its padding. Forward *and* backward belong inside the block, so that activation checkpointing recomputes under
+    the same routes. Scopes may be nested, one per micro-batch, for a single backward. `part`: the trace is a slice of a
+    larger one, and may know no route. Raises RoutingError for a trace that does not fit or, unless it is a part, knows
+    nothing; if no forward ran, or one left a router out; and if a checkpointed forward was not backpropagated before
+    the block ended, since its gradients would come from other experts.
     """
     if trace is None:
         yield None
         return
     if not isinstance(trace, RoutingTrace):
-        raise RoutingError(f"replay_routing needs a RoutingTrace, not a {type(trace).__name__}. Make one of expert ids "
-                           "with RoutingTrace.from_ids(ids, layout_of(model), attention_mask=…).")
+        raise RoutingError(
+            f"replay_routing needs a RoutingTrace, not a {type(trace).__name__}: RoutingTrace.from_ids(ids, "
+            "layout_of(model), attention_mask=…)"
+        )
     modules = find_sites(model)
     make_layout(model, modules).require(trace.layout, "the trace")
     if not part:
         trace.require_known()
     replay = Replay.of(trace)
-    with hooked(modules, "replays", replay) as sites, checkpoints_bound(model, modules):
+    with hooked(modules, "replays", replay) as sites:
+        for site in sites:
+            site.require_eager()
 
         def check(shape: torch.Size, tokens: Tensor | None) -> None:
             if sites[0].replay is replay:  # an inner scope's forward reads other tokens
                 _require_tokens(trace, shape, tokens)
 
-        with tokens_noted(model, check):
+        with forwards_watched(model, modules, check):
             yield replay
     if not replay.ran:
-        raise RoutingError("replay reached no router: no forward of this model ran inside the block. Call the model "
-                           "inside it.")
+        raise RoutingError("replay reached no router. Call the model inside the block.")
     if replay.pending:
         raise RoutingError(
-            f"{len(replay.pending)} checkpointed layers were not backpropagated inside the replay block, so their "
-            "gradients would be wrong. Call backward inside the block."
+            f"{len(replay.pending)} checkpointed layers were not backpropagated inside the replay block. Call backward "
+            "inside it: else their gradients are wrong."
         )
 
 
 def _require_tokens(trace: RoutingTrace, shape: torch.Size, tokens: Integer[Tensor, "batch time"] | None) -> None:
-    """The forward must read the tokens that were routed, in the same padding; embeddings have a shape alone."""
+    """Raise unless the forward reads the routed tokens, in the same padding. Of embeddings only the shape is known."""
     if shape != trace.attention_mask.shape:
-        raise RoutingError(f"the forward has tokens of shape {tuple(shape)}, but the trace has "
-                           f"{tuple(trace.attention_mask.shape)}. Replay the trace of these tokens.")
-    if trace.tokens is not None and tokens is not None:
-        same = (tokens == trace.tokens.to(tokens.device)) | ~trace.attention_mask.to(tokens.device)
-        if not bool(same.all()):
-            b, t = (~same).nonzero()[0].tolist()
-            raise RoutingError(
-                f"the trace is of other tokens: row {b}, position {t} is token {int(tokens[b, t])} in the forward, and "
-                f"{int(trace.tokens[b, t])} in the trace. Align paddings with trace.align(attention_mask)."
-            )
+        raise RoutingError(
+            f"the forward has tokens of shape {tuple(shape)}, but the trace has {tuple(trace.attention_mask.shape)}"
+        )
+    if tokens is not None and trace.tokens is not None:
+        require_same(trace.tokens, tokens, trace.attention_mask)
 
 
 # ---------------------------------------------------------------------- what a recording holds
@@ -180,24 +182,16 @@ class Recording:
     def __post_init__(self) -> None:
         self.clear()
 
-    def __repr__(self) -> str:
-        read = [len(call) for call in self._ids[0]]
-        what = [name for name, kept in (("scores", self.scored), ("logits", self.graphed)) if kept]
-        return (f"Recording({len(read)} forward{'s' * (len(read) != 1)}, {sum(read)} tokens, {len(self.layout.sites)} "
-                f"sites{''.join(f', {name}' for name in what)})")
-
     def clear(self) -> None:
-        """Forget everything recorded so far."""
+        """Delete everything recorded so far."""
         self._ids = [[] for _ in self.layout.sites]
         self._read, self._reading = [], (None, None)
         self._scores = [[] for _ in self.layout.sites]
         self._logits = [None for _ in self.layout.sites]
 
     def take(self) -> Integer[Tensor, "tokens site k"]:
-        """Rows of the last forward, batch-major, in the layout's narrow dtype; then forget everything.
-
-        For engines that gather or repeat rows between forwards, which `trace` could not put in order.
-        """
+        """Rows of the last forward, batch-major, in the layout's narrow dtype, unknown where a router had no finite
+        scores; then clear. For engines that gather or repeat rows between forwards."""
         self._require_forward()
         ids = self.layout.stack([calls[-1] for calls in self._ids])
         self.clear()
@@ -208,10 +202,9 @@ class Recording:
     ) -> RoutingTrace:
         """The routes of `input_ids`, from one forward or from a prefill and decode forwards of the same rows.
 
-        The last column may never have been an input (it was sampled last); it is unknown then. Padding is unknown.
-        Raises RoutingError for tokens that the forwards did not read, as after beam search, which moves rows, and
-        assisted decoding, which takes tokens back. Not compared are padding, and embeddings, of which only the
-        shape is known; and rows that exchange their caches while they read the same tokens look alike.
+        The last column is unknown if it was no input (it was sampled last). Padding is unknown. Raises NotFinite where
+        a router had no finite scores for a token, and RoutingError for tokens that the forwards did not read, as after
+        beam search and assisted decoding. Padding and embeddings are not compared.
         """
         self._require_forward()
         batch, time = input_ids.shape
@@ -219,8 +212,8 @@ class Recording:
         columns = sum(pieces) // batch
         if any(piece % batch for piece in pieces) or columns not in (time, time - 1):
             raise RoutingError(
-                f"the forwards in this block read {pieces} tokens, which are not one pass over {batch} rows of {time} "
-                f"(or {time - 1}) tokens. {JOIN}"
+                f"the forwards in this block read {pieces} tokens, not one pass over {batch} rows of {time} (or "
+                f"{time - 1}). {JOIN}"
             )
         forwards = [self.layout.stack(sites).unflatten(0, (batch, -1)) for sites in zip(*self._ids, strict=True)]
         ids = torch.cat(forwards, 1).to(input_ids.device)
@@ -228,6 +221,7 @@ class Recording:
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         mask = mask.to(input_ids.device)
         self._require_read(input_ids, mask, [piece // batch for piece in pieces])
+        self._require_routes(ids[:, :columns], mask[:, :columns])
         if attention_mask is not None:
             ids = ids.masked_fill(~mask[..., None, None], self.layout.unknown)
         return RoutingTrace.from_ids(ids, self.layout, tokens=input_ids, attention_mask=mask, check=False)
@@ -262,45 +256,41 @@ class Recording:
     def _require_forward(self) -> None:
         calls = [len(c) for c in self._ids]
         if min(calls) != max(calls) or not calls[0]:
-            ran = f"the MoE layers ran {min(calls)} to {max(calls)} times" if max(calls) else "no MoE layer ran"
+            least = self.layout.sites[calls.index(min(calls))].name
+            ran = f"{least} ran {min(calls)} times, others {max(calls)}," if max(calls) else "no MoE layer ran"
             raise RoutingError(f"{ran} inside the block. Run whole forwards of the recorded model inside it.")
 
     def _require_read(
         self, tokens: Integer[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], widths: list[int]
     ) -> None:
-        """Raise unless the forwards, each of which read so many columns, read these tokens, padding aside."""
+        """Raise unless the forwards read these tokens, padding aside; `widths` are their numbers of columns."""
         read, start = [], 0
         for (shape, here), width in zip(self._read, widths, strict=True):
             if shape is not None and shape != (len(tokens), width):
-                raise RoutingError(
-                    f"a recorded forward has {shape[0]} rows of {shape[1]} tokens, not {len(tokens)} rows of {width}. "
-                    f"{JOIN}"
-                )
+                raise RoutingError(f"a recorded forward has shape {tuple(shape)}, not {(len(tokens), width)}. {JOIN}")
             read.append(tokens[:, start : start + width] if here is None else here.to(tokens.device))
             start += width
-        joined = torch.cat(read, 1)
-        other = (joined != tokens[:, :start]) & mask[:, :start]
-        if bool(other.any()):
-            b, t = other.nonzero()[0].tolist()
-            raise RoutingError(
-                f"the recorded forwards are of other tokens: row {b}, position {t} is token {int(tokens[b, t])} here, "
-                f"and {int(joined[b, t])} there. After beam search, use take() after each forward, or record a new "
-                "forward of these tokens."
-            )
+        require_same(torch.cat(read, 1), tokens[:, :start], mask[:, :start], "the recorded forwards are", advice=JOIN)
+
+    def _require_routes(self, ids: Integer[Tensor, "batch time site k"], mask: Bool[Tensor, "batch time"]) -> None:
+        """Raise NotFinite if a router had no finite scores for a real token."""
+        lost = ((ids[..., 0] == self.layout.unknown) & mask[..., None]).sum((0, 1)).tolist()
+        if any(lost):
+            raise NotFinite(f"{lost_routes(self.layout, lost)} Go back to an earlier checkpoint of the weights.")
 
     # ------------------------------------------------------------------ for the sites
     def reads(self, shape: torch.Size, tokens: Integer[Tensor, "batch time"] | None) -> None:
-        """A forward was given these tokens, or embeddings; of what its wrapper was given they are made."""
+        """Note the tokens, or embeddings, of a forward; embeddings are made of the tokens of its wrapper."""
         self._reading = (shape, self._reading[1] if tokens is None else tokens)
 
     def routed(
         self, site: int, used: Integer[Tensor, "tokens k"], scores: dict[str, Tensor] | None, logits: Tensor | None
     ) -> None:
-        """A site used these experts, and chose them by these scores, made of these logits."""
+        """Note the experts that a site used, its scores and its logits."""
         if site == 0:
             (shape, tokens), self._reading = self._reading, (None, None)
             fits = shape is not None and shape.numel() == len(used)
-            # A copy: the caller may go on filling the buffer that these are a part of.
+            # A copy: the caller may go on filling this buffer.
             ids = tokens.clone() if fits and tokens is not None and tokens.shape == shape else None
             self._read.append((shape if fits else None, ids))
         self._ids[site].append(used.detach())
@@ -309,36 +299,38 @@ class Recording:
         self._logits[site] = logits
 
 
-def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens experts"]:
-    """The logits of one site's forward as its router hands them out, with their graph.
+def lost_routes(layout: Layout, lost: Sequence[float]) -> str:
+    """Say which router had no finite scores first, and for how many tokens."""
+    site, n = next((site, n) for site, n in zip(layout.sites, lost, strict=True) if n)
+    return f"{site.name}: the router's scores are not finite for {int(n)} tokens, which have no route there."
 
-    Nothing is computed here: under activation checkpointing it would not be computed again. Raises RoutingError for
-    routers that do not return (logits, gates of the chosen, ...), and where the forward has no graph.
+
+def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens experts"]:
+    """The logits that a router returns, with their graph.
+
+    Nothing is computed here: activation checkpointing would not compute it again. Raises RoutingError for routers that
+    do not return (logits, gates of the chosen, ...), and where the forward has no graph.
     """
-    name = family_class(spec.module).__name__
     logits = output[0] if isinstance(output, tuple) and len(output) > 2 else None
     if logits is None or logits.shape[-1:] != (spec.site.num_experts,):
-        raise RoutingError(f"{name} does not return its logits, so a loss cannot use them. Leave the term out"
-                           f"{since(name)}.")
+        raise RoutingError(f"{family_class(spec.module).__name__} does not return its logits. Leave the term out.")
     if not torch.is_grad_enabled():
         raise RoutingError(
-            f"{spec.site.name} runs without a graph, as in re-entrant activation checkpointing, so its router gets no "
-            "gradient. Use activation_checkpointing=True instead."
+            f"{spec.site.name} runs without a graph, as in re-entrant activation checkpointing. Use "
+            "activation_checkpointing=True."
         )
     return logits
 
 
 def read_scores(spec: RoutingModule, used: Tensor, choice: Tensor, output: Any) -> dict[str, Tensor]:
-    """Gates, log-probabilities and margins of one site's forward, from its output and the scores it chose by.
-
-    Raises RoutingError for the few families whose routers do not return (logits, gates of the chosen, ...).
-    """
+    """Gates, log-probabilities and margins of one router, from its output and its choice scores. Raises RoutingError
+    for the few families whose routers do not return (logits, gates of the chosen, ...)."""
     experts, k = spec.site.num_experts, spec.site.top_k
     choice = choice.reshape(-1, experts).float()
     logits, gates = output[:2] if isinstance(output, tuple) and len(output) > 2 else (choice, choice)
     if logits.shape != choice.shape or gates.shape != used.shape:
         name = family_class(spec.module).__name__
-        raise RoutingError(f"{name} does not return its logits and gate weights. Record without scores{since(name)}.")
+        raise RoutingError(f"{name} does not return its logits and gate weights. Record without scores.")
     log_probs = logits.detach().float().log_softmax(-1)
     if k < experts:
         top = choice.topk(k + 1, dim=-1).values

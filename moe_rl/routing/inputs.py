@@ -1,4 +1,4 @@
-"""What a part of an objective sees of routers: those of π_θ with gradient, beside those of π_old."""
+"""What losses and terms read of routers: those of π_θ, with gradient, and those of π_old."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.hooks import Recording, Replay, RouterScores
-from moe_rl.routing.sites import Layout
 from moe_rl.routing.trace import RoutingTrace
 
 PerToken = Float[Tensor, "batch time"]
@@ -21,8 +20,7 @@ Load = Mapping[str, tuple[Float[Tensor, " _"], ...]]
 
 @dataclass(frozen=True)
 class Routed:
-    """What the routers did in one forward over `inputs`, of which some are followed by a real token. Asked once the
-    forward has run."""
+    """The routing of one forward over `inputs`, of which some are `followed` by a real token; to be read after it."""
 
     inputs: Tensor
     followed: Tensor
@@ -37,8 +35,8 @@ class Routed:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterInputs:
-    """The routers behind some rows of a mini-batch. What stands at a token routed its predecessor, whose output it is;
-    at a row's first token there is nothing. Sites are in forward order, and may differ in their experts."""
+    """The routers behind some rows of a mini-batch. Values at a token are of the routing of its predecessor, whose
+    output it is; the first token of a row has none. Sites are in forward order, and may differ in their experts."""
 
     logits: tuple[Float[Tensor, "batch time _"], ...]
     """Per site, of π_θ's router over all experts, with gradient, in at least float32."""
@@ -72,16 +70,21 @@ class RouterInputs:
     def of_one_token() -> RouterInputs:
         """One site with two experts, for trying a part."""
         zeros, first = torch.zeros(1, 1, 2), torch.zeros(1, 1, 1, 1, dtype=torch.long)
-        return RouterInputs(logits=(zeros,), used=first, preferred=first, old_log_probs=(zeros.log_softmax(-1),),
-                            old_used=first, weights=torch.ones(1, 1))
+        return RouterInputs(
+            logits=(zeros,),
+            used=first,
+            preferred=first,
+            old_log_probs=(zeros.log_softmax(-1),),
+            old_used=first,
+            weights=torch.ones(1, 1),
+        )
 
     @staticmethod
     def of(old: RouterScores | None, routed: Routed, weights: PerToken, load: Load | None) -> RouterInputs:
-        """Of a forward, recorded with its logits, of rows of a mini-batch whose tokens weigh so; `old` are the scores
-        of π_old's routers there. Raises RoutingError where nobody has scored them."""
+        """From a forward that was recorded with its logits, and the scores of π_old's routers at the same rows. Raises
+        RoutingError where these are missing."""
         if old is None:
-            raise RoutingError("a component needs the router scores of π_old, but the batch has no old_scores. Set "
-                               "them to policy.score(batch, routes, scores=True).scores.")
+            raise RoutingError("the batch has no old_scores. Set policy.score(batch, routes, scores=True).scores.")
         used, preferred = routed.traces
         logits = routed.recording.logits(len(routed.inputs))
         return RouterInputs(
@@ -96,37 +99,36 @@ class RouterInputs:
 
 
 def token_weights(attention_mask: Bool[Tensor, "batch time"], response_mask: Bool[Tensor, "batch time"]) -> PerToken:
-    """`RouterInputs.weights` of a whole mini-batch, float64: the first token of a row was not routed into being. A row
-    without a response is none: it fills up what ranks must do alike."""
+    """`RouterInputs.weights` of a whole mini-batch, float64. The first token of a row has no predecessor. A row without
+    a response does not count: ranks fill their batches with such rows."""
     real = attention_mask & response_mask.any(1, keepdim=True)
     real[:, :1] = False
     return real.double() / real.sum().clamp(min=1)
 
 
 def load_of(weights: PerToken, used: RoutingTrace, preferred: RoutingTrace | None) -> Load:
-    """`RouterInputs.load` of a whole mini-batch whose tokens weigh so, from a forward of it."""
+    """`RouterInputs.load` of a whole mini-batch, from a forward of it and the weights of its tokens."""
+    experts = [site.num_experts for site in used.layout.sites]
     traces = {"preferred": preferred or used, "used": used}
-    return {kind: shares(_produced(trace.ids()[:, :-1].to(weights.device), -1), weights, _experts(trace.layout))
-            for kind, trace in traces.items()}  # fmt: skip
+    return {
+        kind: shares(_produced(trace.ids()[:, :-1].to(weights.device), -1), weights, experts)
+        for kind, trace in traces.items()
+    }
 
 
 def shares(
     ids: Int[Tensor, "batch time site k"], weights: PerToken, experts: list[int]
 ) -> tuple[Float[Tensor, " _"], ...]:
     """Σ weights of the tokens at which an expert fills a slot, over k, per site; -1 is no slot."""
-    found = []
+    loads = []
     for site, count in enumerate(experts):
         here = ids[:, :, site]
         k = (here >= 0).sum(-1, keepdim=True).clamp(min=1)
         filled = torch.where(here >= 0, weights[..., None] / k, 0)
-        found.append(filled.new_zeros(count).index_add(0, here.clamp(min=0).flatten(), filled.flatten()))
-    return tuple(found)
-
-
-def _experts(layout: Layout) -> list[int]:
-    return [site.num_experts for site in layout.sites]
+        loads.append(filled.new_zeros(count).index_add(0, here.clamp(min=0).flatten(), filled.flatten()))
+    return tuple(loads)
 
 
 def _produced(x: Tensor, value: float = 0.0) -> Tensor:
-    """Rows of inputs [batch, time - 1, …] at the tokens that they produced [batch, time, …]."""
+    """Values at inputs [batch, time - 1, …], moved to the tokens that they produced [batch, time, …]."""
     return nn.functional.pad(x, [0] * 2 * (x.dim() - 2) + [1, 0], value=value)

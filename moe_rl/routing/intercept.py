@@ -1,52 +1,68 @@
-"""What takes the place of a model's methods while scopes are open: of a router's forward, or of the method that takes
-the top-k of its logits; and of the function that checkpoints a layer, so that the layer is recomputed with the experts
-of its forward.
+"""Temporary replacements, while scopes are open, of router forwards and of torch's hook around checkpointed forwards.
 
-Left alone, a recomputation that is off by rounding would choose others, and one after its replay scope would choose
-freely. Recomputations of several micro-batches may come in any order, and twice where a graph is retained.
+A checkpointed forward is recomputed with the experts that it used. Otherwise rounding would change them, and after the
+replay scope they would be free. Recomputations may come in any order, and twice where a graph is retained.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Integer
+import torch.utils.checkpoint
+from jaxtyping import Integer, Shaped
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.selection import CheckpointedForward, MaximaSelection, Replay, Selection
-from moe_rl.routing.sites import SELECTS, RoutingModule, family_class, token_readers
+from moe_rl.routing.selection import CheckpointedForward, Replay, Selection
+from moe_rl.routing.sites import SELECTS, RoutingModule, family_class, find_sites, mixes_packed_rows, token_readers
+
+INSIDE: ContextVar[tuple[object, ...]] = ContextVar("INSIDE", default=())
+"""The scopes, by their marks, and the checkpointed forwards that this thread is inside of."""
+FUNCTION, FUNCTION_APPLY = torch._C._FunctionBase, torch.autograd.Function.__dict__["apply"].__func__.__code__
+
+
+@contextmanager
+def inside(what: object) -> Iterator[None]:
+    """Note that this thread is inside of `what`."""
+    INSIDE.set((*INSIDE.get(), what))
+    try:
+        yield
+    finally:
+        INSIDE.set(tuple(other for other in INSIDE.get() if other is not what))
 
 
 class StandIn:
-    """Stands in for one attribute of a module while at least one scope is open on it."""
+    """Replaces one attribute of a module while at least one scope is open on it."""
 
     attribute: str
 
-    def __init__(self, owner: nn.Module):
+    def __init__(self, owner: Any):
         self.owner, self.original = owner, getattr(owner, self.attribute)
         self.previous = owner.__dict__.get(self.attribute)
-        self.scopes: list[Any] = []
+        self.scopes: list[tuple[str, Any, object]] = []
+        """Kind, content and mark of every scope of any thread."""
 
     @classmethod
-    def on(cls, owner: nn.Module, *args: Any) -> Any:
-        """The one that stands there already, or a new one."""
+    def on(cls, owner: Any, *args: Any) -> Any:
+        """The replacement that is there already, or a new one."""
         current = owner.__dict__.get(cls.attribute)
         return current if isinstance(current, cls) else cls(owner, *args)
-
-    @property
-    def idle(self) -> bool:
-        return not self.scopes
 
     def take_place(self) -> None:
         setattr(self.owner, self.attribute, self)
 
     def give_back(self) -> None:
-        """Restore what was there before, unless somebody has wrapped this one meanwhile: it then only hands on."""
+        """Restore the attribute, unless the replacement has been wrapped meanwhile: it then only hands on."""
         if self.owner.__dict__.get(self.attribute) is not self:
             return
         delattr(self.owner, self.attribute)
@@ -54,67 +70,58 @@ class StandIn:
             setattr(self.owner, self.attribute, self.previous)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise RoutingError(
-            "a copy of the model would record or replay forever. Copy the model outside of record_routing and "
-            "replay_routing."
-        )
+        raise RoutingError("a copy of the model would record or replay forever. Copy the model outside of all blocks.")
 
 
-@contextmanager
-def opened(stand_ins: Sequence[StandIn], kind: str, what: Any) -> Iterator[None]:
-    """Put `what` last in the list `kind` of each; take it off again, come what may and in whatever order."""
-    for stand_in in stand_ins:
-        stand_in.take_place()
-        getattr(stand_in, kind).append(what)
-    try:
-        yield
-    finally:
-        for stand_in in stand_ins:
-            entries = getattr(stand_in, kind)
-            # The last of its kind: a recomputation puts the replay of its forward there a second time.
-            del entries[max(i for i, entry in enumerate(entries) if entry is what)]
-            if stand_in.idle:
-                stand_in.give_back()
+class CheckpointHook(StandIn):
+    """Replaces torch's hook around a forward that is checkpointed without re-entry."""
+
+    attribute = "_checkpoint_hook"
+
+    @contextmanager
+    def __call__(self, frame: Any) -> Iterator[None]:
+        forward = CheckpointedForward()
+        frame.recompute_fn = functools.partial(recompute, forward, frame.recompute_fn)
+        with self.original(frame), inside(forward):
+            yield
 
 
 class SiteForward(StandIn):
-    """Stands in for the `forward` of one router."""
+    """Replaces the `forward` of one router."""
 
     attribute = "forward"
 
-    @staticmethod
-    def of(spec: RoutingModule, index: int) -> SiteForward:
-        kind = SiteForward if spec.selector is spec.module else SiteSelection
-        return kind.on(spec.selector, spec, index)
-
-    def __init__(self, owner: nn.Module, spec: RoutingModule, index: int):
+    def __init__(self, owner: nn.Module, spec: RoutingModule):
         super().__init__(owner)
-        self.spec, self.index = spec, index
-        self.selection = MaximaSelection if spec.by_maxima else Selection
-        self.listeners: list[Callable[..., None]] = []
-        self.replays: list[Replay | None] = []
-        self.recomputed: list[CheckpointedForward] = []
-        """The checkpointed forward that is being recomputed, if any."""
-        self.moved: list[Callable[[RoutingModule, int], AbstractContextManager[None]]] = []
-        """Scopes in which the router is moved (`router_noise.py`), for its choice alone."""
+        self.spec, self.index = spec, spec.index
+        self.handed = threading.local()
+        """`on`: the ids that this thread's last call handed on to the experts, and their version counter."""
 
-    @property
-    def idle(self) -> bool:
-        return not (self.listeners or self.replays or self.recomputed or self.moved)
+    def of_kind(self, kind: str) -> list[Any]:
+        """The content of this thread's scopes of a kind, the innermost last."""
+        marks = INSIDE.get()
+        return [content for other, content, mark in self.scopes if other == kind and mark in marks]
 
     @property
     def replay(self) -> Replay | None:
-        """That of the innermost scope."""
-        return self.replays[-1] if self.replays else None
+        """The replay of the innermost scope."""
+        return next(reversed(self.of_kind("replays")), None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.idle:
+        replay, listeners, moved = self.replay, self.of_kind("listeners"), self.of_kind("moved")
+        again, recomputed = None, self.of_kind("recomputed")
+        if recomputed:
+            replay, again = next(recomputed[-1][self.spec], (None, None))
+        if again is None and (recomputed or recomputing()) and any(kind == "replays" for kind, *_ in self.scopes):
+            raise RoutingError(
+                f"{self.spec.site.name} is recomputed in a replay block, but its forward ran in none. Run both in one."
+            )
+        if again is None and (recomputing() or not (replay or listeners or moved)):
+            self.handed.on = None
             return self.original(*args, **kwargs)
-        replay = self.replay
-        again = self.recomputed[-1].ids[self.index] if self.recomputed else None
-        seen: Any = self.selection(self.spec, self.index, replay, again)
-        if self.moved and again is None and (replay is None or replay.partial):
-            seen.moved = self._choice_when_moved(*args, **kwargs)
+        seen: Any = Selection(self.spec, self.index, replay, again)
+        if moved and again is None and (replay is None or replay.partial):
+            seen.moved = self._choice_when_moved(moved[-1], *args, **kwargs)
             seen.again = seen.moved if replay is None else None
         with seen:
             output = self.original(*args, **kwargs)
@@ -122,34 +129,61 @@ class SiteForward(StandIn):
         output, order = in_order(self.handed_out(output, *args, **kwargs))
         if replay is not None:
             output = replay.weighed(self.index, output, family_class(self.spec.module).__name__)
-        if not recomputing():
+        for forward in checkpoints_here():
+            forward.calls.setdefault(self.spec, []).append((replay, seen.used.detach()))
+            if replay is not None and not recomputed:
+                replay.pending.add(forward)
+        if not recomputed:
             if replay is not None:
-                replay.saw(self.index, seen.own)
-            for listen in self.listeners:
+                replay.saw(self.index, seen.own, seen.choice)
+            for listen in listeners:
                 listen(self.index, seen.used, seen.choice, seen.with_logits(output))
+        self._hand_on(seen.used, isinstance(output, tuple) and len(output) == 3)
         return self.returned(output if order is None else tuple(output[i] for i in order))
 
+    def _hand_on(self, used: Integer[Tensor, "tokens k"], plain: bool) -> None:
+        """Note the ids that the experts must be given. The few families that return more than a triple map them."""
+        self.handed.on = (used, 0 if used.is_inference() else used._version) if plain else None
+        hooks: Any = {} if self.spec.experts is None else self.spec.experts._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook == self.reach]:
+            hooks.move_to_end(key)  # after later hooks of the user
+
+    @torch.compiler.disable
+    def reach(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Raise if the experts are given other ids than the router handed on, in any order."""
+        on, self.handed.on = getattr(self.handed, "on", None), None  # a second call of the experts is the user's own
+        used, version = on if on and not is_functorch_wrapped_tensor(on[0]) else (torch.empty(0), 0)
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and not x.is_floating_point() and x.numel() == used.numel() > 0:
+                same = x.data_ptr() == used.data_ptr() or torch.equal(x.view_as(used).sort()[0], used.to(x).sort()[0])
+                if not same or not used.is_inference() and used._version != version:
+                    raise RoutingError(
+                        f"{self.spec.site.name} chose other ids than its experts were given. Remove the hook that "
+                        "changes them, and open a new block after you replace a router."
+                    )
+
+    def require_eager(self) -> None:
+        """Raise for a compiled router."""
+        compiled = {"_torchdynamo_orig_callable", "_torchdynamo_disable"} & {*dir(self.original)}
+        if len(compiled) == 1 or getattr(self.owner, "_compiled_call_impl", None) is not None:
+            raise RoutingError(f"{self.spec.site.name} is compiled. To replay its routes, compile all but the routers.")
+
     def handed_out(self, output: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the router hands out, of what was returned here."""
+        """The router's output, from that of the replaced method."""
         return output
 
     def returned(self, output: Any) -> Any:
-        """What to return here, of what the router hands out."""
+        """The output of the replaced method, from the router's."""
         return output
 
     def select_again(self, *args: Any, **kwargs: Any) -> None:
-        """Run the router, as it is now, and its selection on the same hidden states."""
+        """Run the router and its selection on the same hidden states."""
         self.original(*args, **kwargs)
 
-    def _choice_when_moved(self, *args: Any, **kwargs: Any) -> Integer[Tensor, "tokens k"]:
-        """What the moved router picks from the same hidden states."""
-        if self.spec.by_maxima:
-            raise RoutingError(
-                f"{self.spec.site.name} ({type(self.spec.module).__name__}) couples its gate weights to the choice, so "
-                "noise cannot move the choice alone. Use router_noise.target='weights'."
-            )
-        seen = self.selection(self.spec, self.index, None, None)
-        with torch.no_grad(), self.moved[-1](self.spec, self.index), seen:
+    def _choice_when_moved(self, shifted: Callable, *args: Any, **kwargs: Any) -> Integer[Tensor, "tokens k"]:
+        """The ids that the router picks from the same hidden states when its weights are shifted."""
+        seen = Selection(self.spec, self.index, None, None)
+        with torch.no_grad(), shifted(self.spec, self.index), seen:
             self.select_again(*args, **kwargs)
         seen.require_complete()
         assert seen.used is not None  # now that it is complete
@@ -157,14 +191,11 @@ class SiteForward(StandIn):
 
 
 class SiteSelection(SiteForward):
-    """Stands in for the method that takes the top-k of one router's logits, and returns weights and ids."""
+    """Replaces the method that takes the top-k of one router's logits, and returns weights and ids."""
 
     attribute = SELECTS
-
-    def __init__(self, owner: nn.Module, spec: RoutingModule, index: int):
-        super().__init__(owner, spec, index)
-        self.read: tuple[tuple, dict] | None = None
-        """What the reader's forward was last called with, while its router may be moved."""
+    read: tuple[tuple, dict] | None = None
+    """The arguments of the reader's last forward."""
 
     def handed_out(self, output: Any, *args: Any, **kwargs: Any) -> Any:
         logits = (*args, *kwargs.values())[-1]
@@ -186,8 +217,8 @@ class SiteSelection(SiteForward):
 
 
 def in_order(output: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """(logits, combine weights, ids) of a router that hands out these three in any order, and the order that puts them
-    back; whatever else is handed out stays as it is. Before transformers 5.21 routers had three orders."""
+    """(logits, combine weights, ids) of a router that returns these three in any order, and the order that puts them
+    back. Another output stays as it is. Before transformers 5.21 routers had three orders."""
     if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)):
         return output, None
     integers = [i for i, x in enumerate(output) if not x.is_floating_point()]
@@ -196,82 +227,159 @@ def in_order(output: Any) -> tuple[Any, tuple[int, ...] | None]:
 
 
 @contextmanager
-def hooked(modules: tuple[RoutingModule, ...], kind: str, what: Any) -> Iterator[list[SiteForward]]:
-    """Put `what` among the `listeners`, `replays`, `recomputed` or `moved` of every site."""
-    sites = [SiteForward.of(spec, index) for index, spec in enumerate(modules)]
-    with ExitStack() as scope:
-        for site in sites:
-            if kind == "moved" and isinstance(site, SiteSelection):
-                scope.enter_context(site.spec.reader.register_forward_pre_hook(site.reads, with_kwargs=True))
-        scope.enter_context(opened(sites, kind, what))
-        yield sites
+def hooked(modules: Iterable[RoutingModule], kind: str, what: Any) -> Iterator[list[SiteForward]]:
+    """Put `what` among the `listeners`, `replays`, `recomputed` or `moved` of every site, for this thread. Scopes may
+    end in any order."""
+    entry = (kind, what, object())
+    kinds = {True: SiteForward, False: SiteSelection}
+    sites = [kinds[spec.selector is spec.module].on(spec.selector, spec) for spec in modules]
+    stand_ins = [*sites, CheckpointHook.on(torch.utils.checkpoint)]
+    for stand_in in stand_ins:
+        stand_in.scopes.append(entry)
+        stand_in.take_place()
+    try:
+        with ExitStack() as scope, inside(entry[2]):
+            for site in sites:
+                if kind == "moved" and isinstance(site, SiteSelection):
+                    scope.enter_context(site.spec.reader.register_forward_pre_hook(site.reads, with_kwargs=True))
+                if site.spec.experts is not None:
+                    scope.enter_context(site.spec.experts.register_forward_pre_hook(site.reach, with_kwargs=True))
+            yield sites
+    finally:
+        for stand_in in stand_ins:
+            stand_in.scopes.remove(entry)
+            if not stand_in.scopes:
+                stand_in.give_back()
 
 
 @contextmanager
-def tokens_noted(model: nn.Module, note: Callable[[torch.Size, Tensor | None], None]) -> Iterator[None]:
-    """Hand to `note` the shape [batch, time] and the ids that a forward of `model` is given, whichever of its wrappers
-    is called.
+def forwards_watched(model: nn.Module, modules: tuple[RoutingModule, ...], note: Callable[..., None]) -> Iterator[None]:
+    """Hand to `note` the shape [batch, time] and the ids that a forward of `model`, or of a wrapper in it, is given.
+    Raise RoutingError at the end of a forward of its decoder that did not run every router once.
 
-    Each wrapper on the way to the decoder notes them in turn, so the last are the decoder's. Embeddings have a shape,
-    but name no ids; nor does what a wrapper of one's own takes before its `input_ids`, or in place of them.
+    Each wrapper on the way to the decoder notes them in turn, so the last are the decoder's. Embeddings have a shape
+    but no ids; nor has another first argument of a user's own wrapper.
     """
-    readers = token_readers(model)
-    first = {module: next(iter(inspect.signature(module.forward).parameters.values()), None) for module in readers}
-    names = {module: it.name for module, it in first.items() if it and it.kind is not it.VAR_POSITIONAL}
+    readers, mark, read = token_readers(model), object(), torch.Size()
+    parameters = {module: [*inspect.signature(module.forward).parameters.values()] for module in readers}
+    first = {module: own[0] for module, own in parameters.items() if own}
+    names = {module: p.name for module, p in first.items() if p.kind is not p.VAR_POSITIONAL}
     others = {module for module, name in names.items() if name != "input_ids"} if "input_ids" in names.values() else ()
+    calls: list[list[int]] = [[] for _ in modules]  # per router, the tokens of each call in the forward that is running
+    size = sum(1 for _ in readers[-1].modules())
+
+    def elsewhere() -> bool:
+        """Whether a forward is of another thread, or a recomputation."""
+        return mark not in INSIDE.get() or recomputing()
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        nonlocal read, calls
+        if elsewhere():
+            return
+        _require_apart(module, {own.name: x for own, x in zip(parameters[module], args, strict=False)} | kwargs)
+        calls = [[] for _ in modules]
         tokens = kwargs.get("input_ids", args[0] if args and module not in others else None)
         embedded = kwargs.get("inputs_embeds")
         if isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point():
-            note(tokens.shape, tokens)
+            note(read := tokens.shape, tokens)
         elif isinstance(embedded, Tensor) and embedded.dim() == 3:
-            note(embedded.shape[:2], None)
+            note(read := embedded.shape[:2], None)
 
-    with ExitStack() as scope:
+    def routed(site: int, used: Tensor, *_: Any) -> None:
+        calls[site].append(len(used))
+
+    def end(decoder: nn.Module, *_: Any) -> None:
+        if elsewhere():
+            return
+        times = [len(rows) for rows in calls]
+        in_pieces = min(times) == max(times) and read[:1] == (1,) and 0 < sum(calls[0]) <= read.numel()
+        if set(times) != {1} and not in_pieces:
+            name, ran = next((spec.site.name, n) for spec, n in zip(modules, times, strict=True) if n != 1)
+            raise RoutingError(
+                f"{name} ran {ran} times in one forward, not once. Open a new block after a router is replaced, "
+                "switched off or shared."
+            )
+        if sum(1 for _ in decoder.modules()) != size and find_sites(model) != modules:
+            raise RoutingError("the model has other MoE layers than when the block began. Open a new block.")
+
+    with hooked(modules, "listeners", routed), ExitStack() as scope, inside(mark):
         for module in readers:
             scope.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        scope.enter_context(readers[-1].register_forward_hook(end))
         yield
 
 
+def _require_apart(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Raise RoutingError for packed rows whose sequences see one another in a forward of `model` with these inputs.
+    Transformers tells them apart by position ids that restart, but not with a cache or a mask [batch, time]."""
+    positions, mask, lengths = (inputs.get(name) for name in ("position_ids", "attention_mask", "cu_seq_lens_q"))
+    axes = len(positions) if isinstance(positions, Tensor) and positions.dim() == 3 else 0  # the first of 4 is a text's
+    text = positions[0] if positions is not None and axes else positions
+    restarts = isinstance(text, Tensor) and text.dim() == 2 and _restart(text, mask, 0 if axes == 3 else 1)
+    config: Any = getattr(model, "config", None)
+    if config is None or not restarts and (lengths is None or len(lengths) < 3):
+        return
+    config, own_mask = config.get_text_config(), isinstance(mask, Tensor) and mask.dim() == 4
+    if (kind := mixes_packed_rows(config)) and not ((own_mask or axes == 4) and kind == config.model_type):
+        raise RoutingError(f"{kind} mixes sequences that are packed into one row. Put one sequence into each row.")
+    if "flash" in str(config._attn_implementation):
+        apart = mask is None or bool(mask.all())
+    elif mask is not None:
+        apart = own_mask
+    else:
+        checkpointed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        asked = inputs.get("use_cache")
+        cached = not checkpointed and (getattr(config, "use_cache", False) if asked is None else asked)
+        apart = restarts and axes != 3 and not cached and inputs.get("past_key_values") is None
+    if not apart:
+        raise RoutingError(
+            "the sequences that are packed into one row see one another. Call the model with "
+            "use_cache=False, position_ids that restart in each sequence, and no attention_mask."
+        )
+
+
+def _restart(positions: Shaped[Tensor, "rows time"], mask: Any, least: int) -> bool:
+    """Whether positions of neighbouring real tokens start again within a row: else they rise by `least`, or more."""
+    masked = isinstance(mask, Tensor) and mask.dim() == 2
+    real = mask[:, -positions.shape[1] :].bool().to(positions.device) if masked else torch.ones_like(positions).bool()
+    return bool(((positions.diff() < least) & real[:, 1:] & real[:, :-1]).any())
+
+
 def recomputing() -> bool:
-    """True inside a backward pass, that is, when activation checkpointing runs a forward again."""
+    """Whether this is a backward pass, in which activation checkpointing runs a forward again."""
     return torch._C._current_graph_task_id() != -1
 
 
 # ---------------------------------------------------------------------- activation checkpointing
-class LayerCheckpoint(StandIn):
-    """Stands in for the function by which transformers checkpoints one layer."""
-
-    attribute = "_gradient_checkpointing_func"
-
-    def __init__(self, owner: nn.Module, modules: tuple[RoutingModule, ...]):
-        super().__init__(owner)
-        self.modules = modules
-
-    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.idle or not torch.is_grad_enabled():
-            return self.original(function, *args, **kwargs)
-        replay = SiteForward.of(self.modules[0], 0).replay
-        forward = CheckpointedForward(replay)
-        if replay is not None:
-            replay.pending.add(forward)
-
-        def run(*inner: Any, **inner_kwargs: Any) -> Any:
-            if not recomputing():
-                with hooked(self.modules, "listeners", forward.keep):
-                    return function(*inner, **inner_kwargs)
-            if replay is not None:
-                replay.pending.discard(forward)
-            with hooked(self.modules, "replays", replay), hooked(self.modules, "recomputed", forward):
-                return function(*inner, **inner_kwargs)
-
-        return self.original(run, *args, **kwargs)
+def recompute(forward: CheckpointedForward, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run a checkpointed function again, under the replays and with the ids of its forward."""
+    for replay in {replay for calls in forward.calls.values() for replay, _ in calls if replay is not None}:
+        replay.pending.discard(forward)
+    with hooked(forward.calls, "recomputed", {spec: iter(calls) for spec, calls in forward.calls.items()}):
+        return function(*args, **kwargs)
 
 
-@contextmanager
-def checkpoints_bound(model: nn.Module, modules: tuple[RoutingModule, ...]) -> Iterator[None]:
-    """Recompute every layer that is checkpointed inside the block with the experts and the replay of its forward."""
-    owners = [m for m in model.modules() if LayerCheckpoint.attribute in m.__dict__]
-    with opened([LayerCheckpoint.on(owner, modules) for owner in owners], "scopes", object()):
-        yield
+def checkpoint_of(context: Any) -> CheckpointedForward:
+    """The forward of the autograd function with this context, whose backward runs it again."""
+    if not isinstance(context.apply, functools.partial):
+        own: Any = weakref.WeakMethod(context.apply)  # a cycle would keep what it saves until Python collects garbage
+        context.apply = functools.partial(recompute, CheckpointedForward(), lambda *gradients: own()(*gradients))
+    return context.apply.args[0]
+
+
+def checkpoints_here() -> list[CheckpointedForward]:
+    """The checkpointed forwards that this thread is inside of: torch's without re-entry, and the forwards of autograd
+    functions (torch's, fairscale's, DeepSpeed's, Megatron's)."""
+    forwards = [what for what in INSIDE.get() if isinstance(what, CheckpointedForward)]
+    if torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return forwards  # only the forward of an autograd function switches off both
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_back.f_code is FUNCTION_APPLY:
+            arguments = [x for part in frame.f_locals.values() for x in (part if isinstance(part, tuple) else (part,))]
+            contexts = [x for x in arguments if isinstance(x, FUNCTION)]
+            forwards += [checkpoint_of(context) for context in contexts if context.next_functions]
+            if not contexts and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+                forwards.append(CheckpointedForward())  # its backward cannot be seen, so it stays pending
+        frame = frame.f_back
+    return forwards

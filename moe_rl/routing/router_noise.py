@@ -1,7 +1,7 @@
-"""Volatility as an assigned dose: routers moved along a direction of their own while a mini-batch is trained on.
+"""Router noise: routers moved along a direction while a mini-batch is trained on.
 
-Where routes change by themselves, so does everything that changes them; a dose that is drawn by lot and given to all
-arms alike is a cause. Sampling, scoring of π_old and evaluation never see it.
+Natural routing changes are confounded with training; randomised noise, equal in all arms, is an intervention. Sampling,
+scoring of π_old and evaluation never see it.
 """
 
 from __future__ import annotations
@@ -24,38 +24,35 @@ LastStep = Callable[[nn.Parameter], Tensor | None]
 
 @dataclass(frozen=True)
 class Noise:
-    """How far the weights are moved, which ones, and which way."""
+    """How far which weights are moved, and in which direction."""
 
     target: str
-    """`weights`: the routers compute with W + size · std(W) · u, so gates and sets move, and replay cuts off the sets'
-    part. `choice`: the experts are those of the moved router, their gates those of W, so that sets alone move, and
-    replay is exactly immune. `other_weights`: every matrix of the decoder's layers moves but the routers': routes
-    change with the hidden states alone."""
+    """`weights`: routers compute with W + size · std(W) · u; gates and sets move, and replay removes the part of the
+    sets. `choice`: the moved router chooses, with the gates of W; only sets move, and replay is exactly immune.
+    `other_weights`: all matrices of the decoder's layers move except the routers'."""
     size: float
-    """In standard deviations of each matrix; 0 is no dose. In bfloat16 doses below .01 are rounded away in part.
+    """In standard deviations of each matrix; 0: no noise. In bfloat16 sizes below 0.01 are partly rounded away.
     Adapters on a router are matrices of their own."""
     seed: int
-    """Of a random direction u: standard normal, one per matrix, the same for all weights that W has had."""
+    """Of a random direction u: standard normal, one per matrix, whatever the weights are."""
     direction: str = "random"
-    """`random`, or `last_step`: u is the optimizer's last step on W over its root mean square, so that the weights go
-    on along the way that they took."""
+    """`random`, or `last_step`: u is the optimizer's last step on W over its root mean square."""
 
 
 @contextmanager
 def disturbed(model: nn.Module, noise: Noise | None, last_step: LastStep | None = None) -> Iterator[None]:
-    """Forwards of `model` inside the block, and their backwards, under a dose; the weights are then exactly as before,
-    whatever happens in it. A forward under replay takes its routes from the trace: there the target `weights` acts
-    through the gates alone, and `choice` not at all. Raises RoutingError for a model without routers, and for a
-    direction `last_step` where there was none."""
+    """Run forwards of `model` inside the block, and their backwards, under noise; afterwards the weights are exactly as
+    before. Under replay the target `weights` acts through the gates alone, and `choice` not at all. Raises RoutingError
+    for a model without routers, and for the direction `last_step` before the first step."""
     if noise is None or not noise.size:
         yield
         return
     sites = find_sites(model)
     with ExitStack() as scope:
         if noise.target == "choice":
-            scope.enter_context(hooked(
-                sites, "moved", lambda site, index: shifted(router_matrices(site), noise, index, last_step)
-            ))
+            scope.enter_context(
+                hooked(sites, "moved", lambda site, index: shifted(router_matrices(site), noise, index, last_step))
+            )
         elif noise.target == "other_weights":
             scope.enter_context(shifted(layer_matrices(model), noise, 0, last_step))
         else:
@@ -75,13 +72,13 @@ def shifted(
 ) -> Iterator[None]:
     """Matrices that are moved inside the block and put back bit for bit; `index` keeps random directions apart."""
     along = directions(matrices, noise.seed, index) if noise.direction == "random" else steps(matrices, last_step)
-    kept = [matrix.detach().clone() for matrix in matrices]
+    originals = [matrix.detach().clone() for matrix in matrices]
     try:
         for matrix, u in zip(matrices, along, strict=True):
             matrix.data.add_(ranks.cut_as(matrix, noise.size * ranks.join_shards(matrix.detach()).std() * u))
         yield
     finally:
-        for matrix, weight in zip(matrices, kept, strict=True):
+        for matrix, weight in zip(matrices, originals, strict=True):
             matrix.data.copy_(weight)
 
 
@@ -93,8 +90,7 @@ def directions(matrices: Sequence[Tensor], seed: int, index: int) -> list[Tensor
 
 def steps(matrices: Sequence[nn.Parameter], last_step: LastStep | None) -> list[Tensor]:
     """The optimizer's last step on some matrices, each over its root mean square."""
-    found = [None if last_step is None else last_step(matrix) for matrix in matrices]
-    if any(step is None or not step.any() for step in found):
-        raise RoutingError("router noise along the optimizer's last step, but the optimizer has not changed these "
-                           "weights yet. Use the direction 'random'.")
-    return [step / step.square().mean().sqrt() for step in found if step is not None]
+    last = [None if last_step is None else last_step(matrix) for matrix in matrices]
+    if any(step is None or not step.any() for step in last):
+        raise RoutingError("router noise: the optimizer has not changed these weights yet. Use the direction 'random'.")
+    return [step / step.square().mean().sqrt() for step in last if step is not None]

@@ -1,18 +1,20 @@
-"""Where a model routes: what the site axis of a trace means (`Layout`), and how every site of any supported family of
-Hugging Face models is found, without a list of models.
+"""Where a model routes: the meaning of a trace's site axis (`Layout`), and how the sites of a model are found.
 
 Transformers names the router class of almost every family in `_can_record_outputs["router_logits"]`; a class whose
-name ends in Router, TopKGating or Gate is taken as well. Where the router hands its logits to a module that takes the
-top-k of them, in `route_tokens_to_experts`, as in many families before transformers 5.15, that method is intercepted.
-The few families that differ are listed below.
+name ends in Router, TopKGating or Gate counts as well. In many families before transformers 5.15 another module takes
+the top-k of the router's logits, in `route_tokens_to_experts`; that method is intercepted. The constants below list
+the families that differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Integer, UInt8
@@ -24,14 +26,14 @@ from moe_rl.routing.ids import blocks, slots_first, unknown_id
 LIGHTEST = 1e-6
 """The heaviest combine weight of a row is at least this."""
 ROUTER_NAME = re.compile(r"(Router|TopKGating|MoEV1Gate)$")
-WRAPPERS = re.compile(r"^(base_model\.model\.|_orig_mod\.|_fsdp_wrapped_module\.|module\.)+")
-ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
-"""Path components that PEFT puts in: a model and its adapted version have the same sites."""
+OUTERMOST = re.compile(r"^(base_model\.model\.|module\.)+")
+INSERTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_\w*wrapped_module)(?=\.|$)")
+"""Path components that PEFT, torch.compile, FSDP1 and checkpoint wrappers put in: the sites stay the same."""
+HELD = {"module": r"torch\.nn\.parallel|torch\.optim|deepspeed|accelerate", "base_model": "peft", "model": "peft"}
+"""Path components that belong to a wrapper below a class of these packages, and to the model below all others."""
 
 SELECTS = "route_tokens_to_experts"
 """The method that takes the top-k of a router's logits, where its forward does not."""
-SELECTS_BY_MAXIMA = {"PhimoeTopKRouter"}
-"""Routers that take one masked maximum per slot, without a top-k."""
 NOTHING_TO_FORCE = {"DeepseekV4HashRouter"}
 """Sites whose ids are a table look-up of the input ids."""
 UNSUPPORTED = {
@@ -40,22 +42,22 @@ UNSUPPORTED = {
     "SwitchTransformersTop1Router": "it selects by argmax and drops tokens beyond an expert's capacity",
     "Ernie4_5_VLMoeMoeBlock": "it has two routers per layer, each of which reads a part of the tokens only",
     "DiffusionGemmaTextRouter": "it denoises blocks of tokens in several passes, so a token has no one route",
+    "PhimoeTopKRouter": "it takes one masked maximum per slot, without a top-k",
     "Inkling2LoopSparseMoeBlock": "it runs some layers several times per forward, so a token has several routes there",
     "Qwen3OmniMoeTalkerForConditionalGeneration": "it has two decoders that read different tokens; hook model.thinker",
 }
 """Classes that cannot be recorded or replayed, and why."""
-COMPLETE_SINCE = {
-    "GraniteMoeTopKGating": "5.13",
-    "GraniteMoeHybridTopKGating": "5.13",
-    "GraniteMoeSharedTopKGating": "5.13",
-    "LongcatFlashTopkRouter": "5.19",
-}
-"""Routers that hand out no logits or no combine weights, and the release of transformers from which on they do."""
+ATTENDS = re.compile(r"((full|sliding|chunked|indexed|reference_sliding|deepseek_sparse)_)?attention|moe|mlp|[*E1-]")
+"""Names of layers that read only the tokens that a mask lets in. All others mix tokens by themselves."""
+WITHOUT_POSITIONS = {"afmoe", "glm4v_moe_text", "gpt_oss", "hy_v4_vl_text", "openai_privacy_filter"}
+"""Families whose masks are made without position ids; flash attention reads them by itself."""
+APART_SINCE = {"glm_moe_dsa": (5, 23)}
+"""Families whose packed rows see one another before this release of transformers."""
 
 
 ROUTE, TWICE, OUTSIDE, ALL_ZERO, MISSING = range(5)
-"""What the ids of one token at one layer are: a route, one of three faults, or marks of a missing route. Where several
-hold, it is the last."""
+"""What the ids of one token at one layer are: a route, one of three faults, or marks of a missing route. Of several the
+last counts."""
 
 
 @dataclass(frozen=True)
@@ -103,38 +105,29 @@ class Layout:
 
     def require(self, other: Layout, what: str) -> None:
         """Raise unless `other` is this layout."""
-        if self.architecture != other.architecture or len(self.sites) != len(other.sites):
+        pairs = zip(self.sites, other.sites, strict=False)
+        differ = next((f": {theirs} is {mine} here" for mine, theirs in pairs if mine != theirs), "")
+        if self.architecture != other.architecture or len(self.sites) != len(other.sites) or differ:
             raise RoutingError(
-                f"{what} is of another model: it has {len(other.sites)} MoE layers of architecture "
-                f"{other.architecture}, this model has {len(self.sites)} of {self.architecture}. Record the routing "
-                "again with this model."
+                f"{what} is of another model, with {len(other.sites)} MoE layers of architecture {other.architecture}, "
+                f"not {len(self.sites)} of {self.architecture}{differ}. Record the routing again with this model."
             )
-        for mine, theirs in zip(self.sites, other.sites, strict=True):
-            if mine != theirs:
-                raise RoutingError(f"{what} does not fit the model: it has {theirs}, the model has {mine}")
 
     def check(self) -> None:
-        """Raise unless this layout, of a file or of a model's configuration, could be a model's."""
-        for site in self.sites:
-            sizes = (site.decoder_layer, site.num_experts, site.top_k)
-            if not all(type(x) is int for x in sizes) or not isinstance(site.name, str) \
-                    or not (site.decoder_layer >= 0 and 1 <= site.top_k <= site.num_experts < 2**15):
-                raise RoutingError(f"no router can be {site}. Check the model's configuration, or the trace.")
-        if not self.sites or not isinstance(self.architecture, str):
-            raise RoutingError(f"the trace has {len(self.sites)} MoE layers of architecture {self.architecture!r}. "
-                               "Record it again.")
+        """Raise unless every site could be a router."""
+        if odd := [site for site in self.sites if not 1 <= site.top_k <= site.num_experts < 2**15]:
+            raise RoutingError(f"no router can be {odd[0]}. Check the model's configuration.")
 
     def check_ids(self, ids: Integer[Tensor, "batch time site k"]) -> None:
-        """Raise unless every row is unknown, or holds distinct ids in range (so an all-zero row with k > 1 is refused).
-        """
+        """Raise unless every row is unknown, or holds distinct ids in range. An all-zero row with k > 1 is refused."""
         if ids.dim() != 4 or ids.shape[2:] != (len(self.sites), self.top_k):
             expected = f"[batch, time, {len(self.sites)} sites, {self.top_k}]"
             raise RoutingError(f"expert ids have shape {tuple(ids.shape)}; expected {expected}")
         kinds = torch.empty(ids.shape[:3], dtype=torch.uint8, device=ids.device)
         faulty = False
         for at in blocks(*ids.shape[:3], device=ids.device):
-            found = kinds[at] = self.kinds_of_rows(_narrow(ids[at]), (unknown_id(ids.dtype),))
-            faulty |= bool(((found > ROUTE) & (found < MISSING)).any())
+            here = kinds[at] = self.kinds_of_rows(_narrow(ids[at]), (unknown_id(ids.dtype),))
+            faulty |= bool(((here > ROUTE) & (here < MISSING)).any())
         if not faulty:
             return
         for s, site in enumerate(self.sites):
@@ -142,55 +135,61 @@ class Layout:
             for hit in (kind == OUTSIDE, (kind == TWICE) | (kind == ALL_ZERO)):
                 if bool(hit.any()):
                     b, t = hit.nonzero()[0].tolist()
-                    why = (f"but ids run from 0 to {site.num_experts - 1}. Mark missing routing with -1 in every slot."
-                           if int(kind[b, t]) == OUTSIDE else "which contain an expert twice. Mark missing "
-                           "routing with -1; some engines write zeros.")
+                    why = (
+                        f"but ids run from 0 to {site.num_experts - 1}. Mark missing routing with -1 in every slot."
+                        if int(kind[b, t]) == OUTSIDE
+                        else "which contain an expert twice. Mark missing routing with -1; some engines write zeros."
+                    )
                     experts = ids[b, t, s, : site.top_k].tolist()
                     raise RoutingError(f"{site.name}: row {b}, token {t} has experts {experts}, {why}")
 
     def kinds_of_rows(
         self, ids: Integer[Tensor, "*axes site k"], missing: Sequence[int]
     ) -> UInt8[Tensor, "*axes site"]:
-        """What every row is. A route has distinct ids in range; a row is missing if all its slots hold one mark of
-        `missing`, which is no id of that site."""
+        """The kind of every row. A route has distinct ids in range. A row is missing if all its slots hold one mark of
+        `missing` that is no id of that site."""
         kinds = torch.empty(ids.shape[:-1], dtype=torch.uint8, device=ids.device)
         for k in sorted({site.top_k for site in self.sites}):
             here = [s for s, site in enumerate(self.sites) if site.top_k == k]
             rows = ids if len(here) == len(self.sites) else ids[..., here, :k]
             experts = torch.tensor([self.sites[s].num_experts for s in here], dtype=torch.int32, device=ids.device)
-            found = _kinds(slots_first(rows), experts, missing)
+            of_sites = _kinds(slots_first(rows), experts, missing)
             if rows is ids:
-                return found
-            kinds[..., here] = found
+                return of_sites
+            kinds[..., here] = of_sites
         return kinds
 
     def compact(self, ids: Integer[Tensor, "batch time site k"]) -> Integer[Tensor, "batch time site k"]:
-        """Ids that were checked, in the dtype of the layout; any negative one marks an unknown slot."""
+        """A copy of checked ids in the dtype of the layout. Any negative one marks an unknown slot."""
         if ids.dtype in (self.dtype, torch.uint8) or self.dtype != torch.uint8:
-            return ids.to(self.dtype)
+            return ids.to(self.dtype, copy=True)
         experts = torch.empty(ids.shape, dtype=self.dtype, device=ids.device)
         for at in blocks(*ids.shape[:3], device=ids.device):
             experts[at] = ids[at].clamp(min=-1)  # which wraps to 255
         return experts
 
     def check_gates(self, gates: Tensor, known: Bool[Tensor, "batch time site"]) -> None:
-        """Raise unless combine weights are float32 or float16, one per slot, and where a route is known finite, not
+        """Raise unless combine weights are float32 or float16, one per slot, and, where the route is known, finite, not
         negative and not all 0."""
         if gates.dtype not in (torch.float32, torch.float16) or gates.shape != (*known.shape, self.top_k):
-            raise RoutingError(f"gate weights have dtype {gates.dtype} and shape {tuple(gates.shape)}; expected "
-                               f"float32 or float16, one per id: {(*known.shape, self.top_k)}")
+            raise RoutingError(
+                f"gate weights are {gates.dtype} of shape {tuple(gates.shape)}; expected float32 or float16 of shape "
+                f"{(*known.shape, self.top_k)}"
+            )
         slots = torch.arange(self.top_k) < torch.tensor([site.top_k for site in self.sites])[:, None]
         weights = gates.masked_fill(~slots.to(gates.device), 0)
         bad = ((~weights.isfinite() | (weights < 0)).any(-1) | (weights.amax(-1) < LIGHTEST)) & known
         if bool(bad.any()):
             b, t, s = bad.nonzero()[0].tolist()
-            raise RoutingError(f"{self.sites[s].name}: row {b}, token {t} has gate weights {gates[b, t, s].tolist()}; "
-                               f"expected finite values of at least 0, with one of {LIGHTEST} or more")
+            raise RoutingError(
+                f"{self.sites[s].name}: row {b}, token {t} has gate weights {gates[b, t, s].tolist()}; "
+                f"expected finite values of at least 0, with one of {LIGHTEST} or more"
+            )
 
 
 @dataclass(frozen=True)
 class RoutingModule:
-    """A router, and what the hooks must know to recognise its selection of experts."""
+    """A router, and the facts by which hooks recognise its selection of experts."""
 
     module: nn.Module
     site: Site
@@ -200,41 +199,49 @@ class RoutingModule:
     """The module that selects: the router, or the one whose `route_tokens_to_experts` takes the router's logits."""
     reader: nn.Module
     """The module whose forward reads the hidden states and selects: the router, or the one that holds it."""
-
-    @property
-    def by_maxima(self) -> bool:
-        return family_class(self.module).__name__ in SELECTS_BY_MAXIMA
+    index: int = 0
+    """On the site axis."""
+    experts: nn.Module | None = None
+    """The experts beside the router, where they are one module: they are given the ids."""
 
 
 def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
     """Every routing site of `model`'s text decoder, in forward order.
 
     Multi-token-prediction layers are left out: they share layer numbers with the decoder and do not score tokens.
-    Raises RoutingError for a dense model and, by name and with the reason, for a family that cannot be supported.
+    Raises RoutingError for a dense model and for a family that cannot be supported.
     """
     modules = dict(_running_modules(model))
     routing = _routing_classes({family_class(module) for module in modules.values()})
     decoder = set(_text_decoder(model).modules())
     inside = {n: module for n, module in modules.items() if module in decoder and not re.search(r"(^|\.)mtp", n)}
-    found = [_beside(name, module, inside) for name, module in inside.items() if hasattr(type(module), SELECTS)]
+    routers = [_router_of(name, module, inside) for name, module in inside.items() if hasattr(type(module), SELECTS)]
     candidates = {name: module for name, module in inside.items() if family_class(module) in routing}
-    found = found or [
+    routers = routers or [
         _describe(name, module, module, module)
         for name, module in candidates.items()
         if not any(other.startswith(f"{name}.") for other in candidates)  # a block recorded beside its own router
     ]
-    if not found:
-        raise RoutingError(
-            f"{type(model).__name__} has no MoE layer: it is dense, or its family is not supported. Use a "
-            "Mixture-of-Experts model."
-        )
-    return tuple(sorted(found, key=lambda s: (s.site.decoder_layer, "attention" not in s.site.name)))
+    if not routers:
+        raise RoutingError(f"{type(model).__name__} has no MoE layer: it is dense, or its family is not supported.")
+    _require_routers(routers, inside)
+    routers.sort(key=lambda s: (s.site.decoder_layer, "attention" not in s.site.name))
+    holders = {n: m for n, m in inside.items() if ".experts" in n and (n.endswith(".experts") or _stacks(m))}
+    experts = {f"{name}.".partition(".experts.")[0]: module for name, module in holders.items()}  # the innermost stays
+    owners = [s.site.name.rpartition(".")[0] for s in routers]
+    near = [experts.get(owner, experts.get(owner.rpartition(".")[0])) for owner in owners]
+    return tuple(replace(s, index=i, experts=near[i]) for i, s in enumerate(routers))
 
 
 def family_class(module: nn.Module) -> type:
-    """A module's class as its family has it: FSDP2 puts one of its own in front of those that it cuts by themselves."""
+    """The class of a module without the one that FSDP2 puts in front."""
     kind = type(module)
     return kind.__bases__[1] if kind.__bases__[0].__name__ == "FSDPModule" else kind
+
+
+def derived_from(kind: type, names: Iterable[str]) -> str | None:
+    """The first of these class names among a class and its bases."""
+    return next((base.__name__ for base in kind.__mro__ if base.__name__ in names), None)
 
 
 def layout_of(model: nn.Module) -> Layout:
@@ -243,12 +250,10 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def make_layout(model: nn.Module, sites: tuple[RoutingModule, ...]) -> Layout:
-    of_modules = (getattr(module, "config", None) for module in model.modules())  # DDP's wrapper has none
-    config = next((config for config in of_modules if config is not None), None)
+    configs = (getattr(module, "config", None) for module in model.modules())  # DDP's wrapper has none
+    config = next((config for config in configs if config is not None), None)
     config = getattr(config, "get_text_config", lambda: config)()
-    sizes = [
-        getattr(config, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    ]
+    sizes = [getattr(config, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")]
     digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
     layout = Layout(tuple(s.site for s in sites), f"{sizes[0]}-{digest}")
     layout.check()
@@ -256,47 +261,66 @@ def make_layout(model: nn.Module, sites: tuple[RoutingModule, ...]) -> Layout:
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the routing sites themselves, adapters on them included, not of the experts beside them."""
+    """Parameters of the routers, adapters included; those of the experts are left out."""
     sites = tuple(f"{s.site.name}." for s in find_sites(model))
-    found = [p for n, p in model.named_parameters() if plain_name(n).startswith(sites) and "experts" not in n]
-    return list(dict.fromkeys(found))
+    return [p for n, p in model.named_parameters() if "experts" not in n and plain_name(n, model).startswith(sites)]
 
 
 def router_matrices(site: RoutingModule) -> list[nn.Parameter]:
-    """What one site multiplies hidden states with to get its scores; biases and experts beside it are left out."""
-    return [p for name, p in site.module.named_parameters() if "experts" not in name and p.dim() > 1
-            and not name.endswith("bias")]
+    """The matrices that one router multiplies hidden states with; biases and experts are left out."""
+    return [
+        p
+        for name, p in site.module.named_parameters()
+        if "experts" not in name and p.dim() > 1 and not name.endswith("bias")
+    ]
 
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Matrices of the text decoder's layers that are not the routers': of attention, experts and dense layers."""
+    """Matrices of the text decoder's layers without those of routers: of attention, experts and dense layers."""
     routers = {id(matrix) for site in find_sites(model) for matrix in router_matrices(site)}
-    return [p for name, p in _text_decoder(model).named_parameters() if re.search(r"\.\d+\.", f".{name}")
-            and p.dim() > 1 and not name.endswith("bias") and id(p) not in routers]
+    return [
+        p
+        for name, p in _text_decoder(model).named_parameters()
+        if re.search(r"\.\d+\.", f".{name}") and p.dim() > 1 and not name.endswith("bias") and id(p) not in routers
+    ]
 
 
-def plain_name(name: str) -> str:
-    """A module or parameter path without what PEFT, FSDP, DDP and torch.compile put in."""
-    return ADAPTERS.sub("", WRAPPERS.sub("", name))
+def plain_name(name: str, model: nn.Module) -> str:
+    """A path of a module or parameter, without the components of PEFT, FSDP, DDP, torch.compile and checkpointing."""
+    parts = name.split(".")
+    owners: Iterator[object] = accumulate(parts, lambda at, part: getattr(at, "_modules", {}).get(part), initial=model)
+    own = [p for p, o in zip(parts, owners, strict=False) if p not in HELD or not re.match(HELD[p], type(o).__module__)]
+    return OUTERMOST.sub("", INSERTED.sub("", f".{'.'.join(own)}").removeprefix("."))
 
 
 def token_readers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The model, its text decoder and the wrappers between them, from the outside in: whichever of them is called, and
-    however it hands on its inputs, one of them is given the token ids."""
+    """The model, its text decoder and the wrappers between them, from the outside in. One of them is given the token
+    ids, whichever is called."""
     decoder = _text_decoder(model)
     path = next((name for name, module in model.named_modules() if module is decoder), "").split(".")
     at = [".".join(path[:depth]) for depth in range(len(path) + 1)]
     return tuple(model.get_submodule(name) for name in dict.fromkeys(at))
 
 
-def since(router: str) -> str:
-    """The end of a message about missing logits or gate weights: the release of transformers that returns them."""
-    return f", or use transformers >= {COMPLETE_SINCE[router]}" if router in COMPLETE_SINCE else ""
+def mixes_packed_rows(config: Any) -> str | None:
+    """Why sequences that are packed into one row change one another in a model of this configuration: a layer type that
+    mixes tokens by itself, or a family whose masks ignore position ids. None where neither is known."""
+    config = getattr(config, "get_text_config", lambda: config)()
+    for name in ("layer_types", "layers_block_type", "attn_type_list", "hybrid_override_pattern"):
+        for kind in getattr(config, name, None) or ():
+            if not ATTENDS.fullmatch(str(kind)):
+                return f"{name}={kind}"
+    release = tuple(int(number) for number in version("transformers").split(".")[:2])
+    flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+    mixes = (
+        release < APART_SINCE.get(config.model_type, release) or config.model_type in WITHOUT_POSITIONS and not flash
+    )
+    return config.model_type if mixes else None
 
 
 def _describe(name: str, module: nn.Module, selector: nn.Module, reader: nn.Module) -> RoutingModule:
     site = Site(
-        name=plain_name(name),
+        name=name,
         decoder_layer=_decoder_layer(name),
         num_experts=_num_experts(module, selector),
         top_k=_first(selector, "top_k", "num_experts_per_tok", "top_k_experts", "moe_topk"),
@@ -305,52 +329,69 @@ def _describe(name: str, module: nn.Module, selector: nn.Module, reader: nn.Modu
     return RoutingModule(module, site, groups, selector, reader)
 
 
-def _beside(name: str, selector: nn.Module, modules: dict[str, nn.Module]) -> RoutingModule:
-    """The site of a module that takes the top-k of logits: the router that it, or the module around it, holds."""
+def _router_of(name: str, selector: nn.Module, modules: dict[str, nn.Module]) -> RoutingModule:
+    """The router in, or next to, a module that takes the top-k of logits."""
     for owner in (name, name.rpartition(".")[0]):
-        routers = {f"{plain_name(owner)}.{attribute}" for attribute in ("gate", "router")}
-        for path, module in modules.items():
-            if plain_name(path) in routers and "modules_to_save" not in module._modules:
-                return _describe(path, module, selector, modules[owner])
-    raise RoutingError(f"{name} ({type(selector).__name__}) chooses experts, but no router named gate or router is in "
-                       "it or around it. Its routing cannot be recorded or replayed.")
+        for path in (f"{owner}.gate", f"{owner}.router"):
+            if path in modules:
+                return _describe(path, modules[path], selector, modules[owner])
+    raise RoutingError(f"{name} ({type(selector).__name__}) chooses experts, but has no module named gate or router")
 
 
 def _running_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, less those that PEFT keeps but does not run: the original beside an active trained copy, or the
-    copies beside an original whose adapters are off."""
+    """All modules by their plain paths, without those that PEFT keeps but does not run. A wrapper comes before its
+    module."""
     idle: set[nn.Module] = set()
     for name, module in model.named_modules():
         if "modules_to_save" in module._modules:
             copies = module.modules_to_save
             active = [] if module.disable_adapters else module.active_adapters[:1]
             runs = copies[active[0]] if active else module.original_module
-            kept = [module.original_module, *copies.values()]
-            idle.update(m for k in kept if k is not runs for m in k.modules())
+            idle.update(m for k in (module.original_module, *copies.values()) if k is not runs for m in k.modules())
         if module not in idle:
-            yield name, module
+            yield plain_name(name, model), module
 
 
 def _routing_classes(kinds: set[type]) -> set[type]:
-    """Those of a model's classes whose forward selects experts. Raises RoutingError for one that is refused."""
-    recorded: set[type] = set()
+    """The classes that select experts. Raises RoutingError for one that is not supported."""
+    names: set[str] = set()
     for kind in kinds:
-        if kind.__name__ in UNSUPPORTED:
-            raise RoutingError(f"{kind.__name__} cannot be recorded or replayed: {UNSUPPORTED[kind.__name__]}")
+        if refused := derived_from(kind, UNSUPPORTED):
+            raise RoutingError(f"{kind.__name__} cannot be recorded or replayed: {UNSUPPORTED[refused]}")
         outputs = getattr(kind, "_can_record_outputs", None)
         spec = outputs.get("router_logits") if isinstance(outputs, dict) else None
         targets = [getattr(s, "target_class", s) for s in (spec if isinstance(spec, list | tuple) else [spec])]
-        recorded.update(target for target in targets if isinstance(target, type))
-    names = {kind.__name__ for kind in recorded}
-    return {
-        kind
-        for kind in kinds
-        if (kind.__name__ in names or ROUTER_NAME.search(kind.__name__)) and kind.__name__ not in NOTHING_TO_FORCE
-    }
+        names.update(target.__name__ for target in targets if isinstance(target, type))
+    names.update(base.__name__ for kind in kinds for base in kind.__mro__ if ROUTER_NAME.search(base.__name__))
+    return {kind for kind in kinds if derived_from(kind, names) and not derived_from(kind, NOTHING_TO_FORCE)}
+
+
+def _require_routers(sites: Sequence[RoutingModule], inside: dict[str, nn.Module]) -> None:
+    """Raise unless all experts have a router of their own: a layer would be left out silently."""
+    routers = [s.site.name for s in sites]
+    routers += [name for name, module in inside.items() if derived_from(type(module), NOTHING_TO_FORCE)]
+    blocks_of = tuple(f"{router.rpartition('.')[0]}." for router in routers)
+    numbers = {s.site.num_experts for s in sites}
+    above = {router[:end] for router in routers for end, letter in enumerate(router) if letter == "."}
+    for name, module in inside.items():
+        sizes = numbers & ({len(module)} if isinstance(module, nn.ModuleList) else _stacks(module))
+        owner = name.rpartition(".")[0]
+        alone = owner not in above and not name.startswith(blocks_of)
+        scored = sizes and {len(p) for p in inside.get(owner, module).parameters() if p.dim() == 2}
+        if alone and (name.endswith(".experts") or sizes & scored):
+            raise RoutingError(
+                f"{name} ({type(module).__name__}) holds experts, but no router of its own can be recorded. Derive the "
+                "router's class from the family's, and share none."
+            )
+
+
+def _stacks(module: nn.Module) -> set[int]:
+    """How many matrices are stacked in a module's own parameters."""
+    return {len(p) for p in module._parameters.values() if p is not None and p.dim() == 3}
 
 
 def _text_decoder(model: nn.Module) -> nn.Module:
-    """The part that reads text, of models that also see or hear; their other routers do not score tokens."""
+    """The part of a multimodal model that reads text; its other routers do not score tokens."""
     for module in model.modules():  # the first transformers model inside DDP, PEFT or the user's own wrapper
         if (decoder_of := getattr(module, "get_decoder", None)) is not None:
             return decoder_of()
@@ -367,7 +408,7 @@ def _num_experts(module: nn.Module, selector: nn.Module) -> int:
 
 
 def _narrow(ids: Integer[Tensor, "*axes"]) -> Integer[Tensor, "*axes"]:
-    """Ids in at most two bytes, so that they are compared faster: what no expert can have stays so."""
+    """Ids in at most two bytes, so that they are compared faster. Impossible ids stay impossible."""
     return ids if ids.element_size() <= 2 else ids.clamp(-2, 2**15 - 1).to(torch.int16)
 
 
@@ -405,10 +446,7 @@ def _first(module: nn.Module, *attributes: str, last: int | None = None) -> int:
                 return value
     if last is not None:
         return last
-    raise RoutingError(
-        f"{type(module).__name__} looks like a router, but has no {', '.join(attributes)}. Its routing cannot be "
-        "recorded or replayed."
-    )
+    raise RoutingError(f"{type(module).__name__} looks like a router, but has no {', '.join(attributes)}")
 
 
 def _decoder_layer(name: str) -> int:

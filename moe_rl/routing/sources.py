@@ -1,25 +1,29 @@
-"""Which routes an update replays: a function from a batch and its natural scoring to a trace, or None for live routing.
-
-`Arm.routes` names one of these, or a user's own `pkg.module:function` of the same signature; options are keyword-only.
-Placebos force routes that carry no information about the tokens they are forced on.
+"""The routes that an update replays: functions from a batch and its unconstrained scoring to a trace, or to None for
+live routing. `Arm.routes` names one of these, or a user's own `pkg.module:function`; options are keyword-only.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int, Integer
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.registry import checked, needs
+from moe_rl.registry import NotNegative, Share, checked, needs
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.trace import RoutingTrace
+
+NOTHING, BASE, ALL = "replays nothing", "replays all routes of its base", "replays all routes, its own"
+"""What the check of a source returns; else a number of MoE layers, or None for a part of the routes."""
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Base = Literal["old_policy", "rollout"]
+"""All routes, of which a source takes a part."""
 
 
 @runtime_checkable
@@ -31,9 +35,9 @@ class Sampled(Protocol):
     @property
     def prompt_index(self) -> Int[Tensor, " batch"]:
         """Rows of one prompt have equal numbers."""
+
     @property
-    def rollout_routes(self) -> RoutingTrace | None:
-        """Those that the engine reported."""
+    def rollout_routes(self) -> RoutingTrace | None: ...
 
 
 @runtime_checkable
@@ -44,7 +48,7 @@ class Natural(Protocol):
     def routes(self) -> RoutingTrace: ...
     @property
     def scores(self) -> RouterScores | None:
-        """For a source that is marked as needing scores."""
+        """Only for a source that is marked with `needs("scores")`."""
 
 
 def live(batch: Sampled, natural: Natural) -> None:
@@ -52,31 +56,31 @@ def live(batch: Sampled, natural: Natural) -> None:
     return None
 
 
+@checked(lambda run: ALL)
 def old_policy(batch: Sampled, natural: Natural) -> RoutingTrace:
     """Routing Replay (R2): the routing of π_old in the trainer. GSPO, arXiv 2507.18071, section 5.3."""
     return natural.routes
 
 
+@needs("engine")
+@checked(lambda run: ALL)
 def rollout(batch: Sampled, natural: Natural) -> RoutingTrace:
     """Rollout Routing Replay (R3): the routing of the inference engine. arXiv 2510.11370."""
     if batch.rollout_routes is None:
-        raise RoutingError(
-            "routes='rollout' replays the engine's routing, but the rollouts have none. Use an engine that reports "
-            "routing, or routes='old_policy'."
-        )
+        raise RoutingError("routes='rollout': the rollouts have no routing. Use an engine that reports it.")
     return batch.rollout_routes
 
 
+@checked(lambda run: ALL)
 def shuffled(batch: Sampled, natural: Natural) -> RoutingTrace:
     """Placebo: the routing of a response to another prompt, position by position.
 
-    Later positions of the same prompt would leak the sampled token. A position that the other response does not have
-    routes freely. Raises RoutingError for a batch of one prompt.
+    Later positions of the same prompt would leak the sampled token. A position beyond the other response routes freely.
+    Raises RoutingError for a batch of one prompt.
     """
     groups = batch.prompt_index.unique()
     if len(groups) < 2:
-        raise RoutingError("routes='shuffled' takes routing from another prompt, but the batch has only one. Use two "
-                           "prompts or more per batch.")
+        raise RoutingError("routes='shuffled' takes routing from another prompt, but the batch has only one")
     rows = [(batch.prompt_index == g).nonzero()[:, 0] for g in groups]
     donor = torch.empty_like(batch.prompt_index)
     for mine, theirs in zip(rows, rows[1:] + rows[:1], strict=True):
@@ -86,6 +90,7 @@ def shuffled(batch: Sampled, natural: Natural) -> RoutingTrace:
     return replace(routes, experts=experts).only(routes.attention_mask[..., None])
 
 
+@checked(lambda run, **_: ALL)
 def random_sets(batch: Sampled, natural: Natural, *, seed: int = 0) -> RoutingTrace:
     """Placebo: uniformly random distinct experts.
 
@@ -101,28 +106,24 @@ def random_sets(batch: Sampled, natural: Natural, *, seed: int = 0) -> RoutingTr
 
 
 @needs("policy")
+@checked(lambda run, sigma, **_: ALL if sigma else BASE)
 def under_noise(
-    batch: Sampled, natural: Natural, score: Callable[..., Natural], *, sigma: float, seed: int = 0
+    batch: Sampled, natural: Natural, score: Callable[..., Natural], *, sigma: Finite, seed: int = 0
 ) -> RoutingTrace:
     """Placebo: the routing of π_old with its routers moved by `sigma` standard deviations.
 
     Along a random direction, one per step (`router_noise.Noise`): as constant as `old_policy`'s routing, but wrong.
-    `score` is the policy's verb. Drawn from `seed` and the batch's own tokens, so that it is independent of the router
-    noise. A sigma of 0 is `old_policy`. Raises ConfigError for one that is negative or infinite.
+    `score` is the policy's method. Drawn from `seed` and the batch's tokens. A sigma of 0 is `old_policy`.
     """
-    if not 0 <= sigma < torch.inf:
-        raise ConfigError(f"under_noise(sigma={sigma:g}): the noise scale must be at least 0")
     return score(batch, noise=Noise("weights", sigma, _seed(seed, batch))).routes if sigma else natural.routes
 
 
-@checked(lambda run, share, **_: _require_dose("random_share", share))
-def random_share(batch: Sampled, natural: Natural, *, share: float, seed: int = 0) -> RoutingTrace | None:
+@checked(lambda run, share, **_: _replayed(share))
+def random_share(batch: Sampled, natural: Natural, *, share: Share, seed: int = 0) -> RoutingTrace | None:
     """Replay for a random `share` of (token, layer) pairs.
 
-    A share of 1 is `old_policy`; one of 0 is `live`, and so is a draw that hits no pair. Raises ConfigError for a share
-    outside [0, 1].
+    A share of 1 is `old_policy`; one of 0 is `live`, and so is a draw that hits no pair.
     """
-    _require_share("random_share", share)
     routes = natural.routes
     if share == 1:
         return routes
@@ -130,16 +131,20 @@ def random_share(batch: Sampled, natural: Natural, *, share: float, seed: int = 
     return _where(routes, noise)
 
 
-@checked(lambda run, share=None, **_: None if share is None else _require_dose("by_layer", share))
+@checked(
+    lambda run, first=None, last=None, share=None, sites=(), **_: (
+        len(set(sites)) or first or last or 0 if share is None else _replayed(share)
+    )
+)
 def by_layer(
     batch: Sampled,
     natural: Natural,
     *,
-    first: int | None = None,
-    last: int | None = None,
-    share: float | None = None,
-    sites: Sequence[int] | None = None,
-    base: str = "old_policy",
+    first: NonNegativeInt | None = None,
+    last: NonNegativeInt | None = None,
+    share: Share | None = None,
+    sites: Sequence[NonNegativeInt] | None = None,
+    base: Base = "old_policy",
 ) -> RoutingTrace | None:
     """Replay in some MoE layers: the `first` or `last` n, an even `share`, or those numbered in `sites`.
 
@@ -148,101 +153,96 @@ def by_layer(
     """
     count = len(natural.routes.layout.sites)
     options = {"first": first, "last": last, "share": share, "sites": sites}
-    given = {name: value for name, value in options.items() if value is not None}
-    if len(given) != 1:
-        raise ConfigError(f"by_layer takes exactly one of first, last, share and sites, not {given or 'none'}")
+    selected = {name: value for name, value in options.items() if value is not None}
+    if len(selected) != 1:
+        raise ConfigError(f"by_layer takes exactly one of first, last, share and sites, not {selected or 'none'}")
     if share is not None:
-        _require_share("by_layer", share)
         done = [int(round(s * share, 9)) for s in range(count + 1)]  # 100 · 0.29 is 28.999…: rounding takes no site
         sites = [s for s in range(count) if done[s + 1] > done[s]]
     elif sites is None:
         sites = range(count)[:first] if last is None else range(count)[max(0, count - last) :]
-    if any(not 0 <= s < count for s in sites) or min(first or 0, last or 0) < 0:
-        raise ConfigError(f"by_layer({given}): the model has {count} MoE layers, numbered from 0")
-    routes = _base("by_layer", base, batch, natural)
+    if any(s >= count for s in sites):
+        raise ConfigError(f"by_layer({selected}): the model has {count} MoE layers, numbered from 0")
+    routes = BASES[base](batch, natural)
     chosen = torch.zeros(count, dtype=torch.bool, device=routes.experts.device)
     chosen[list(sites)] = True
     return _where(routes, chosen.expand_as(routes.known))
 
 
 @needs("scores")
-def by_margin(batch: Sampled, natural: Natural, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
+@checked(lambda run, below, **_: NOTHING if not below else BASE if below == torch.inf else None)
+def by_margin(
+    batch: Sampled, natural: Natural, *, below: NotNegative, base: Base = "old_policy"
+) -> RoutingTrace | None:
     """Replay where the margin of π_old's router, k-th minus (k+1)-th score, is less than `below`.
 
-    below=inf is `base`, 0 is `live`. Raises ConfigError for a bound that is negative.
+    below=inf is `base`, 0 is `live`.
     """
-    if not below >= 0:
-        raise ConfigError(f"by_margin(below={below:g}) selects nothing: margins of scores are at least 0")
-    assert natural.scores is not None, "what is marked as needing scores is given them"
-    routes = _base("by_margin", base, batch, natural)
+    assert natural.scores is not None
+    routes = BASES[base](batch, natural)
     return routes if below == torch.inf else _where(routes, natural.scores.margins < below)
 
 
 @needs("scores")
-def by_probability(batch: Sampled, natural: Natural, *, below: float, base: str = "old_policy") -> RoutingTrace | None:
+@checked(lambda run, below, **_: NOTHING if not below else BASE if below > 1 else None)
+def by_probability(
+    batch: Sampled, natural: Natural, *, below: NotNegative, base: Base = "old_policy"
+) -> RoutingTrace | None:
     """Replay where the k used experts of π_old have together less than `below` of the probability.
 
-    The probability is the softmax of the router's logits over all experts.
-
-    A bound above 1 is `base`, 0 is `live`. Raises ConfigError for a bound that is negative.
+    Probabilities are the softmax of the router's logits. A bound above 1 is `base`, 0 is `live`.
     """
-    if not below >= 0:
-        raise ConfigError(f"by_probability(below={below:g}) selects nothing: probabilities are at least 0")
-    assert natural.scores is not None, "what is marked as needing scores is given them"
-    routes = _base("by_probability", base, batch, natural)
+    assert natural.scores is not None
+    routes = BASES[base](batch, natural)
     mass = natural.scores.log_probs.exp().where(natural.scores.ids >= 0, 0).sum(-1)
     return routes if below > 1 else _where(routes, mass < below)
 
 
-def soft(batch: Sampled, natural: Natural, *, ratio: float, base: str = "old_policy") -> RoutingTrace:
+@checked(lambda run, ratio, **_: NOTHING if ratio >= 1 else ALL if ratio else BASE)
+def soft(batch: Sampled, natural: Natural, *, ratio: Finite, base: Base = "old_policy") -> RoutingTrace:
     """Replay of an expert while its current score is at least `ratio` times the weakest top-k score.
 
     In every forward; the slots of other experts are filled with the best of the live top-k that are not there yet.
-    Soft replay, "extend router replay", prime-rl's pull request 2703. Scores are those the router chooses by,
-    correction bias and closed groups included; where it chooses by logits, which may be negative, their softmax. Both
-    sides of the ratio are scored under the rule, and activation checkpointing recomputes with the ids of its forward.
-    A ratio of 0 is `base`, bit for bit; from 1 on (at positive scores) the sets are `live`'s, in another order. Raises
-    ConfigError for a ratio that is negative or infinite.
+    Soft replay, "extend router replay", prime-rl's pull request 2703. Scores are the router's choice scores, correction
+    bias and closed groups included, less the least bias; for a router that chooses by logits, their softmax. Both sides
+    of the ratio are scored under the rule. A ratio of 0 is `base`, bit for bit; from 1 on the sets are `live`'s.
+    Raises RoutingError in the forward for a bias below 0 at every expert.
     """
-    if not 0 <= ratio < torch.inf:
-        raise ConfigError(f"soft(ratio={ratio:g}): the ratio must be from 0 (replay all) to 1 (replay none)")
-    routes = _base("soft", base, batch, natural)
+    routes = BASES[base](batch, natural)
     return replace(routes, keep=ratio) if ratio else routes
 
 
 @needs("scores")
-def recall(batch: Sampled, natural: Natural, *, base: str = "old_policy") -> RoutingTrace:
+@checked(lambda run, **_: ALL)
+def recall(batch: Sampled, natural: Natural, *, base: Base = "old_policy") -> RoutingTrace:
     """Replay of ids and combine weights of π_old, or with `base="rollout"` of the engine.
 
     No gradient of the policy's loss then reaches a router.
     "Total Router Recall", prime-rl's pull request 3523; weights are float32, as the family computes them. At π_old's
     weights it is `old_policy`, value for value. Raises RoutingError for an engine that reports no combine weights and,
-    at the first forward, for families whose routers hand out something else than (logits, combine weights, ids).
+    at the first forward, for routers that do not return (logits, combine weights, ids).
     """
     if base != "old_policy":
-        routes = _base("recall", base, batch, natural)
+        routes = BASES[base](batch, natural)
         if routes.gates is None:
-            raise RoutingError('routes=\'recall(base="rollout")\' needs the gate weights of the engine, but its '
-                               'rollouts have none. To replay ids only, use routes=\'rollout\'.')
+            raise RoutingError("recall(base=rollout): the rollouts have no gate weights. To replay ids, use 'rollout'.")
         return routes
-    assert natural.scores is not None, "what is marked as needing scores is given them"
+    assert natural.scores is not None
     return replace(natural.routes, gates=natural.scores.gates)
 
 
 @needs("scores")
-@checked(lambda run, share, **_: _require_dose("false_flips", share))
-def false_flips(batch: Sampled, natural: Natural, *, share: float) -> RoutingTrace:
+@checked(lambda run, share: ALL if _replayed(share) != NOTHING else BASE)
+def false_flips(batch: Sampled, natural: Natural, *, share: Share) -> RoutingTrace:
     """Placebo: π_old's routing, with the weakest expert replaced by the next one at the `share` of smallest margins.
 
-    The runner-up is the most probable expert that is not used, so families that choose by other scores (groups,
-    correction biases) get a near one. A share of 0 is `old_policy`. Raises RoutingError for sites of different numbers
-    of experts, ConfigError for a share outside [0, 1].
+    The next one is the most probable expert that is not used. A share of 0 is `old_policy`. Raises RoutingError for
+    MoE layers of different numbers of experts.
     """
-    _require_share("false_flips", share)
     if share == 0:
         return natural.routes
     routes, scores = natural.routes, natural.scores
-    assert scores is not None, "what is marked as needing scores is given them"
+    assert scores is not None
     if len({site.num_experts for site in routes.layout.sites}) > 1:
         raise RoutingError("false_flips needs the same number of experts in every MoE layer")
     ids, log_probs = routes.ids(), torch.stack(scores.all_log_probs, 2)
@@ -257,29 +257,15 @@ def false_flips(batch: Sampled, natural: Natural, *, share: float) -> RoutingTra
     return replace(routes, experts=swapped.to(routes.experts.dtype)).only(routes.known)
 
 
-def _base(source: str, base: str, batch: Sampled, natural: Natural) -> RoutingTrace:
-    """The whole routes that a source takes a part of."""
-    if base not in BASES:
-        raise ConfigError(f"{source}(base={base!r}): choose {' or '.join(BASES)}.")
-    return BASES[base](batch, natural)
-
-
 def _where(routes: RoutingTrace, chosen: Bool[Tensor, "batch time site"]) -> RoutingTrace | None:
-    """Known routes at the chosen pairs; None where that is none of them."""
+    """Known routes at the chosen pairs; None where there are none."""
     where = routes.known & chosen.to(routes.experts.device)
     return routes.only(where) if bool(where.any()) else None
 
 
-def _require_share(source: str, share: float) -> None:
-    if not 0 <= share <= 1:
-        raise ConfigError(f"{source}: the share of (token, layer) pairs must be from 0 to 1, not {share}")
-
-
-def _require_dose(source: str, share: float) -> None:
-    """Raise ConfigError for a share that a run cannot have; warn of one with which it replays nothing."""
-    _require_share(source, share)
-    if not share:
-        warnings.warn(f"{source}(share=0) replays nothing. Use routes=live for a run without replay.", stacklevel=2)
+def _replayed(share: float) -> str | None:
+    """The check of a source that replays this share."""
+    return NOTHING if not share else BASE if share == 1 else None
 
 
 def _generator(seed: int, batch: Sampled) -> torch.Generator:
@@ -292,9 +278,18 @@ def _seed(seed: int, batch: Sampled) -> int:
 
 
 BASES: dict[str, Callable[[Sampled, Natural], RoutingTrace]] = {"old_policy": old_policy, "rollout": rollout}
-"""Whole routes, of which other sources take a part."""
 SOURCES: dict[str, Callable[..., RoutingTrace | None]] = {
-    source.__name__: source
-    for source in (live, old_policy, rollout, shuffled, random_sets, under_noise, random_share, by_layer, by_margin,
-                   by_probability, soft, recall, false_flips)
+    "live": live,
+    "old_policy": old_policy,
+    "rollout": rollout,
+    "shuffled": shuffled,
+    "random_sets": random_sets,
+    "under_noise": under_noise,
+    "random_share": random_share,
+    "by_layer": by_layer,
+    "by_margin": by_margin,
+    "by_probability": by_probability,
+    "soft": soft,
+    "recall": recall,
+    "false_flips": false_flips,
 }

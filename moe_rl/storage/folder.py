@@ -4,8 +4,7 @@
         manifest.json     configuration and its hash, seed, code and package versions, processor, commit, digests of
                           what it is made from and of the study file, device, dates, seconds
         progress.json     state, step, seconds per step; replaced at every step
-        commit/, tables/  rows and checkpoint of the last commit, which a kill leaves whole or absent: see `commits`
-        <table>.parquet   each table of `columns.TABLES`, published when the run has finished
+        tables/, commit/  rows, and the checkpoint of the last commit, complete or absent after a kill: see `commits`
         lock              held by the process that works in the folder: see `lock`
 
 No torch here: listing, plotting and comparing runs stays instant.
@@ -21,16 +20,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Required
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict
-
+from moe_rl.config import LATER, hash_of, same_value
 from moe_rl.errors import ConfigError, RunError, Stopped
 from moe_rl.ranks import from_rank_0
 from moe_rl.storage import commits
 from moe_rl.storage.columns import TABLES
-from moe_rl.storage.commits import Row, fsync, last_step, latest_commit, replaced
+from moe_rl.storage.commits import Row, fsync, last_step, latest_commit
+from moe_rl.storage.links import replaced, require_inside
 from moe_rl.storage.lock import Lock, is_held
 from moe_rl.storage.provenance import (
     code_version,
@@ -66,34 +64,52 @@ class RunFolder:
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
 
     @classmethod
-    def open(cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "",
-             study_file: Path | None = None) -> RunFolder:
+    def open(
+        cls, path: Path, config: Mapping[str, Any], hash: str, *, trainer: str = "", study_file: Path | None = None
+    ) -> RunFolder:
         """Create the folder of a run, or go on with it; `trainer` names what carries it out, `study_file` what declares
         it.
 
-        Raises RunError when the folder holds another configuration (naming the keys that differ; `steps` may), when it
-        holds something that is not a run, or when another process is running it. Nothing is overwritten then.
+        Raises RunError when the folder holds another configuration (naming the keys that differ; those of LATER may),
+        something that is not a run, or a link out of its study, and when another process is running it. Nothing is
+        overwritten then.
         """
+        require_unlinked(path)
         check(path, config, hash)
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
             lock = undo.enter_context(Lock(path / LOCK))
             for leftover in [*path.glob(".tmp-*"), *path.glob("commit/.tmp-*")]:
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            manifest = read_manifest(path) or {"created": time.time(), "hash": hash, "seed": config.get("seed"),
-                                               "code": []}
+                is_folder = leftover.is_dir() and not leftover.is_symlink()
+                shutil.rmtree(leftover) if is_folder else leftover.unlink()
+            manifest = read_manifest(path) or {
+                "created": time.time(),
+                "hash": hash,
+                "seed": config.get("seed"),
+                "code": [],
+            }
             config = dict(config)
             config["steps"] = max(config.get("steps", 0), manifest.get("config", config).get("steps", 0))
             codes = [*manifest["code"], *({code_version()} - set(manifest["code"]))]
             trainer = trainer or manifest.get("trainer", "")
             inputs = merged(manifest.get("inputs", {}), inputs_of(config, trainer))
             made_by = package_versions() | {"processor": processor(), "instruction_set": instruction_set()}
-            manifest |= {"config": config, "code": codes, "git": merged_git(manifest.get("git"), git_state()),
-                         "packages": merged(manifest.get("packages", {}), made_by), "trainer": trainer,
-                         "inputs": inputs,
-                         "declared": declared_by(study_file, manifest.get("declared")),
-                         "device": config.get("model", {}).get("device", "cpu"),
-                         "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count()}
+            went_on = manifest.get("went_on", {})
+            for key, (old, new) in differing(manifest.get("config", config), config).items():
+                went_on[key] = [*went_on.get(key, [old]), new]
+            manifest |= {
+                "config": config,
+                "hash": hash,
+                "went_on": went_on,
+                "code": codes,
+                "git": merged_git(manifest.get("git"), git_state()),
+                "packages": merged(manifest.get("packages", {}), made_by),
+                "trainer": trainer,
+                "inputs": inputs,
+                "declared": declared_by(study_file, manifest.get("declared")),
+                "device": config.get("model", {}).get("device", "cpu"),
+                "threads": os.environ.get("OMP_NUM_THREADS") or os.cpu_count(),
+            }
             folder = cls(path, lock, manifest)
             write_json(path / "manifest.json", manifest)
             undo.pop_all()
@@ -118,15 +134,12 @@ class RunFolder:
         commit = latest_commit(self.path)
         if commit is None:
             if "finished" in self.manifest:
-                raise RunError(f"{self.path} finished {self.manifest['finished']} steps, but its folder commit with "
-                               "the checkpoint is missing. Restore it from a copy, or delete it and run it again.")
+                raise RunError(
+                    f"{self.path} has finished, but its checkpoint is missing. Restore it, or delete the run."
+                )
             return 0, None
-        finished = self.manifest.get("finished") == self.step
-        written = self.manifest["checkpoint"] if finished else _digest_beside(commit)
-        if written is not None and digest(commit / "checkpoint") != written:
-            raise RunError(f"{commit / 'checkpoint'} differs from what the run "
-                           f"{('finished with' if finished else 'wrote')}: a file was damaged or replaced. Restore it "
-                           f"from a copy, or delete {self.path} and run it again.")
+        if digest(commit / "checkpoint") != (commit / DIGEST).read_text(encoding="utf-8"):
+            raise RunError(f"{commit / 'checkpoint'} is not what the run wrote. Restore it, or delete {self.path}.")
         return self.step, commit / "checkpoint"
 
     def add(self, table: str, rows: Iterable[Row]) -> None:
@@ -142,7 +155,7 @@ class RunFolder:
         """How the run diverged, where its last commit says so: then there is nothing to go on with."""
         commit = latest_commit(self.path)
         marker = None if commit is None else commit / DIVERGED
-        return marker.read_text() if marker is not None and marker.exists() else None
+        return marker.read_text(encoding="utf-8") if marker is not None and marker.exists() else None
 
     def commit(self, step: int, save: Callable[[Path], None], diverged: str | None = None) -> None:
         """The rows added since the last commit and the checkpoint of `step`, in one atomic change.
@@ -160,9 +173,9 @@ class RunFolder:
             return self._stop(step)
         (aside / "checkpoint").mkdir(parents=True)
         save(aside / "checkpoint")
-        (aside / DIGEST).write_text(digest(aside / "checkpoint"))
+        (aside / DIGEST).write_text(digest(aside / "checkpoint"), encoding="utf-8")
         if diverged is not None:
-            (aside / DIVERGED).write_text(diverged)
+            (aside / DIVERGED).write_text(diverged, encoding="utf-8")
         for file in aside.rglob("*"):
             fsync(file)
         fsync(aside)
@@ -185,107 +198,65 @@ class RunFolder:
         write_json(self.path / "progress.json", state, durable=False)
 
     def finish(self, diverged: str | None = None) -> None:
-        """Publish the last commit's tables at the run's root and mark the run finished, or how it diverged.
+        """Mark the run as finished at its last commit, or say how it diverged.
 
         The manifest gains the step, the seconds of all steps and a digest of the final checkpoint.
         """
         commit = latest_commit(self.path)
         if commit is None:
-            raise RunError(f"{self.path} has no checkpoint. Save the last step before finish().")
-        finished = self.manifest.get("finished")
-        commits.publish(self.path, finished)
-        rows = commits.read_parquet(self.path / "steps.parquet")
+            raise RunError(f"{self.path} has no checkpoint, but must have one to end. {diverged or ''}".strip())
+        rows = commits.read_rows(self.path, "steps")
         seconds = sum(s or 0 for s in rows["seconds_step"].to_pylist()) if "seconds_step" in rows.column_names else None
-        self.manifest |= {"finished": self.step, "finished_at": time.time(), "seconds": seconds,
-                          "checkpoint": _digest_beside(commit) or digest(commit / "checkpoint")}
+        self.manifest |= {
+            "finished": self.step,
+            "finished_at": time.time(),
+            "seconds": seconds,
+            "checkpoint": (commit / DIGEST).read_text(encoding="utf-8"),
+        }
         self.manifest.pop("diverged", None)
         if diverged is not None:
             self.manifest["diverged"] = diverged
         write_json(self.path / "manifest.json", self.manifest)
-        commits.drop_parts(self.path)
         commits.drop_commits(self.path, but=commit)  # a kill may have left an earlier one
-
-
-def _digest_beside(commit: Path) -> str | None:
-    """Of its checkpoint as it was written; None of older commits."""
-    return file.read_text() if (file := commit / DIGEST).exists() else None
 
 
 def check(path: Path, config: Mapping[str, Any], hash: str) -> None:
     """Raise RunError where the folder cannot become, or go on with, a run of this configuration. Changes nothing."""
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file, but a run needs a folder. Choose another --out.")
+    commits.require_parts(path)
     manifest = read_manifest(path)
     if manifest is None:
-        found = {p.name for p in path.iterdir() if not p.name.startswith(".tmp-")} if path.is_dir() else set()
-        if foreign := sorted(found - {LOCK, "lock.holder", "log.txt"}):
-            raise RunError(f"{path} contains {', '.join(foreign[:3])} but no manifest.json, so it is not a run. "
-                           "Nothing was changed; choose another --out.")
+        names = {p.name for p in path.iterdir() if not p.name.startswith(".tmp-")} if path.is_dir() else set()
+        if foreign := sorted(names - {LOCK, "lock.holder", "log.txt"}):
+            raise RunError(f"{path} contains {', '.join(foreign[:3])}, so it is not a run. Choose another --out.")
     elif manifest["hash"] != hash:
-        changes = "; ".join(f"{k}: {a!r} there, {b!r} now" for k, (a, b) in
-                            differing(manifest["config"], config).items() if k != "steps")
-        raise RunError(f"{path} contains a run of another configuration "
-                       f"({changes or 'another version of its settings'}). Nothing was overwritten; choose another "
-                       "--out, or delete that folder.")
-
-
-class ManifestConfig(TypedDict):
-    """Of the settings in a manifest the one that is read as it stands."""
-
-    steps: int
-
-
-class Manifest(TypedDict, total=False):
-    """What those who read a manifest take for granted of it."""
-
-    hash: Required[str]
-    config: Required[ManifestConfig]
-    code: Required[list[str]]
-    seed: int | None
-    created: float
-    finished: int
-    finished_at: float
-    seconds: float | None
-    checkpoint: str
-    diverged: str
-    trainer: str
-    device: str
-    threads: int | str | None
-    packages: dict[str, str]
-    inputs: dict[str, str]
-    git: dict[str, Any] | None
-    declared: dict[str, Any] | None
-
-
-MANIFEST = TypeAdapter(Manifest)
+        there, changed = manifest["config"], differing(manifest["config"], config)
+        passed = [n for n in config.get("hf_checkpoints", ()) if n <= last_step(path)]
+        if {*passed} <= {*there.get("hf_checkpoints", ())}:  # else some would be missing without a word
+            changed.pop("hf_checkpoints", None)
+        changes = "; ".join(f"{k}: {a!r} there, {b!r} now" for k, (a, b) in changed.items() if k not in LATER)
+        if changes or manifest["hash"] != hash_of(there):
+            raise RunError(
+                f"{path} contains a run of another configuration ({changes or 'another version of moe_rl wrote it'}). "
+                "Choose another --out."
+            )
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The run's manifest, or None where there is none. Raises RunError for a file that is not one."""
-    manifest = read_json(path / "manifest.json", ())
-    if manifest is None:
-        return None
-    try:
-        MANIFEST.validate_python(manifest, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise RunError(f"{path / 'manifest.json'} is damaged: {'.'.join(map(str, first['loc']))}, "
-                       f"{first['msg'].lower()}. Restore it from a copy, or delete {path}.") from None
-    return manifest
+    return read_json(path / "manifest.json", ("hash", "config", "code"))
 
 
 def state(path: Path, steps: int | None = None) -> dict[str, Any]:
     """What a run is doing: its progress and `state`: waiting, running, failed, interrupted, finished or diverged.
 
     `steps` is the length asked for, by default the one in the manifest. A diverged run has ended: its numbers stopped
-    being finite, which is a result. One that has not, but had before it was asked for more steps, says `finished`, the
-    step up to which it had.
+    being finite, which is a result.
     """
     manifest, progress = read_manifest(path), {"step": last_step(path)}
     with contextlib.suppress(RunError):  # it is not fsynced, so a power cut may leave half of one
-        found = read_json(path / "progress.json", ("step",)) or progress
-        numbers = [found.get(key) for key in ("step", "updated", "reward", "seconds_per_step")]
-        progress = found if all(isinstance(n, int | float | None) for n in numbers) else progress
+        progress = read_json(path / "progress.json", ("step",)) or progress
     if manifest is None:
         return {**progress, "state": "waiting", "steps": steps}
     steps, ended = steps or manifest["config"]["steps"], manifest.get("finished", -1)
@@ -297,29 +268,38 @@ def state(path: Path, steps: int | None = None) -> dict[str, Any]:
         name, progress["step"] = "finished", ended
     else:
         name = "failed" if "error" in progress else "interrupted"
-    if name not in ENDED and "finished" in manifest:
-        progress["finished"] = manifest["finished"]
     left = (steps - progress["step"]) * progress["seconds_per_step"] if progress.get("seconds_per_step") else None
     return {**progress, "state": name, "steps": steps, "seconds_left": 0.0 if name in ENDED else left}
 
 
+def require_unlinked(path: Path) -> None:
+    """Raise RunError where a run's folder, or anything in it, is a link out of its study, whose folder may be one. Its
+    log is replaced."""
+    require_inside(path, path.parents[2] if path.name.startswith("seed=") else path, but="log.txt")
+
+
 def run_folders(root: Path) -> Iterator[Path]:
     """Every run below a root, a study, an arm, or the run itself, in the order of their paths."""
-    depths = ("manifest.json", "seed=*/manifest.json", "*/seed=*/manifest.json", "*/*/seed=*/manifest.json",
-              "*/*/*/seed=*/manifest.json")
+    depths = (
+        "manifest.json",
+        "seed=*/manifest.json",
+        "*/seed=*/manifest.json",
+        "*/*/seed=*/manifest.json",
+        "*/*/*/seed=*/manifest.json",
+    )
     yield from sorted({m.parent for pattern in depths for m in Path(root).glob(pattern)})
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Dotted keys at which two nested configurations differ, with both values (None where one has no such key)."""
-    found: dict[str, tuple[Any, Any]] = {}
+    values: dict[str, tuple[Any, Any]] = {}
     for key in dict.fromkeys([*a, *b]):
         x, y = a.get(key), b.get(key)
         if isinstance(x, Mapping) and isinstance(y, Mapping):
-            found |= differing(x, y, f"{prefix}{key}.")
-        elif x != y:
-            found[prefix + key] = (x, y)
-    return found
+            values |= differing(x, y, f"{prefix}{key}.")
+        elif not same_value(x, y):
+            values[prefix + key] = (x, y)
+    return values
 
 
 def folder_name(kind: str, label: Any) -> str:
@@ -332,20 +312,26 @@ def folder_name(kind: str, label: Any) -> str:
 
 def read_json(file: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError):  # also for numbers of thousands of digits, and what is nested too deeply
         content = None
     if not isinstance(content, dict) or not set(keys) <= set(content):
-        raise RunError(f"{file} is damaged, or moe_rl did not write it. Nothing was changed; delete it, or choose "
-                       "another folder.")
+        raise RunError(f"{file} is damaged, or moe_rl did not write it. Delete it, or choose another folder.")
     return content
 
 
 def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> None:
-    aside = replaced(file.with_name(f".tmp-{file.name}"))
-    aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    write_text(replaced(file), json.dumps(content, indent=1, sort_keys=True) + "\n", durable)
+
+
+def write_text(file: Path, text: str, durable: bool = False) -> None:
+    """Write a file as UTF-8, whole or not at all; half a surrogate pair, which UTF-8 lacks, is escaped. A link, or a
+    terminal, is written as it stands."""
+    beside = not file.is_symlink() and (file.is_file() or not file.exists())
+    aside = replaced(file.with_name(f".tmp-{file.name}")) if beside else file
+    aside.write_bytes(text.encode(errors="backslashreplace"))
     if durable:
         fsync(aside)
     aside.rename(file)
@@ -354,7 +340,7 @@ def write_json(file: Path, content: Mapping[str, Any], durable: bool = True) -> 
 
 
 class SharedFolder:
-    """A run's folder as all ranks see it. Rank 0 has the real one; the others learn what it says, and take part in
+    """A run's folder as all ranks see it. Rank 0 has the real one; the others learn its values, and take part in
     writing checkpoints into it, so it must be on a file system that all ranks see."""
 
     def __init__(self, folder: RunFolder | None):
@@ -364,13 +350,13 @@ class SharedFolder:
         """Whether rank 0 was told to stop."""
         self._stopping = False
         if folder is not None:
-            folder.stopping = lambda: self._stopping  # what all ranks know, and not what rank 0 heard since
+            folder.stopping = lambda: self._stopping  # the value that all ranks have
 
     def latest(self) -> tuple[int, Path | None]:
         return from_rank_0(lambda: self._real().latest())
 
     def _real(self) -> RunFolder:
-        assert self.folder is not None, "rank 0 has it, and alone is asked"
+        assert self.folder is not None, "this is called on rank 0"
         return self.folder
 
     def add(self, table: str, rows: Iterable[Row]) -> None:

@@ -1,8 +1,9 @@
-"""The tables of many runs as pandas frames, and the first place at which two runs part."""
+"""The tables of many runs as pandas frames, and where two runs differ."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +14,12 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from moe_rl.config import hash_of
 from moe_rl.errors import RunError
 from moe_rl.storage.columns import TABLES, pooled, timing
-from moe_rl.storage.commits import WRITTEN, read_parquet, read_rows
+from moe_rl.storage.commits import read_parquet, read_rows
 from moe_rl.storage.comparable import require_comparable
 from moe_rl.storage.folder import ENDED, differing, folder_name, read_manifest, run_folders, state
 
-MOST_STEPS = 10**7
-REPLACING = ".replacing"
-"""The file beside the tables that `collect` replaces, until all are those of one time."""
 LABELS = ["study", "arm", "factors", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
 PLAIN = ("hash", "created", "finished_at", "seconds", "checkpoint", "device", "threads")
@@ -59,48 +56,33 @@ class Frames:
     def select(self, paths: Sequence[Path]) -> Frames:
         """The rows of some runs, and of what was left out only those."""
         wanted = {tuple(labels_of(path).values()) for path in paths}
-        kept = self._where(lambda f: [key in wanted for key in f[LABELS[:4]].itertuples(index=False, name=None)])
-        return replace(kept, left_out=tuple(t for t in self.left_out if t.startswith(tuple(f"{p} (" for p in paths))))
+        chosen = self._where(lambda f: [key in wanted for key in f[LABELS[:4]].itertuples(index=False, name=None)])
+        return replace(chosen, left_out=tuple(t for t in self.left_out if t.startswith(tuple(f"{p} (" for p in paths))))
 
     def _with(self, label: str, value: object) -> Frames:
         return self._where(lambda frame: frame[label] == value)
 
     def _where(self, rows: Callable[[pd.DataFrame], Any]) -> Frames:
-        return Frames(_some(self.runs, rows), _Tables(self.tables, rows))
-
-
-class _Tables(Mapping[str, pd.DataFrame]):
-    """Some rows of every table, taken from one when it is asked for: of several tables a figure needs one."""
-
-    def __init__(self, whole: Mapping[str, pd.DataFrame], rows: Callable[[pd.DataFrame], Any]) -> None:
-        self._whole, self._rows = whole, rows
-        self._taken: dict[str, pd.DataFrame] = {}
-
-    def __getitem__(self, name: str) -> pd.DataFrame:
-        if name not in self._taken:
-            self._taken[name] = _some(self._whole[name], self._rows)
-        return self._taken[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-
-def _some(frame: pd.DataFrame, rows: Callable[[pd.DataFrame], Any]) -> pd.DataFrame:
-    return frame[rows(frame)] if len(frame) else frame
+        tables = {name: table[rows(table)] if len(table) else table for name, table in self.tables.items()}
+        return Frames(self.runs[rows(self.runs)] if len(self.runs) else self.runs, tables)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first row in which two runs part; `column` is None where only one run has the row at all."""
+    """The first row in which a column of two runs differs, or, without a column, that one run alone has."""
 
     table: str
     row: dict[str, Any]
     column: str | None
     a: Any
     b: Any
+    relative: float
+    """The largest difference of the column, over its largest value; infinite where one of them has no number."""
+
+    @property
+    def step(self) -> int:
+        """The step of that row."""
+        return self.row["step"]
 
 
 def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) -> Frames:
@@ -109,46 +91,31 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
 
     With `unfinished`, runs that still go on or were interrupted contribute the rows of their last commit. Raises
     RunError when there is no run, or when they are not `comparable`, as runs of different code, inputs or settings are
-    not, unless `mix_code`.
+    not, unless `mix_code`; ConfigError for a label that is no `folder_name`.
     """
     tables = None if any(run_folders(root)) else collected(root)  # runs go on, so they know more than tables of them
     frames = tables or _from_runs(root, unfinished)
-    _require_readable(root, frames.runs)
+    for label in ("study", "arm", "factors"):
+        for name in frames.runs[label].unique():
+            folder_name(label, name)
     if not mix_code:
         require_comparable(root, frames.runs)
     return frames
 
 
-def _require_readable(root: Path, runs: pd.DataFrame) -> None:
-    """Raise ConfigError for a label that is no `folder_name`, RunError for a length that no run has: a diverged run is
-    filled up to it."""
-    for label in ("study", "arm", "factors"):
-        for name in runs[label].unique():
-            folder_name(label, name)
-    if (longest := runs["steps"].max()) > MOST_STEPS:
-        raise RunError(f"{root}: a run has {longest} steps, and at most {MOST_STEPS} are read. Somebody has edited it")
-
-
 def collected(root: Path) -> Frames | None:
-    """The frames that `collect` wrote into `root` or, for an arm, a cell or a run of such a study, above it; None where
-    there are none."""
+    """The frames that `collect` wrote into `root` or, for an arm, a condition or a run of such a study, above it; None
+    where there are none."""
     here = Path(root).absolute()
-    folders = [here, *here.parents][:4]
-    folder = next((f for f in folders if (f / "runs.parquet").exists()), None)
+    folder = next((f for f in [here, *here.parents][:4] if (f / "runs.parquet").exists()), None)
     if folder is None:
         return None
-    if not (folder / "steps.parquet").exists():
-        raise RunError(f"{folder / 'steps.parquet'} is missing beside runs.parquet. Restore it from a copy, or collect "
-                       "the study again.")
     tables = {name: pd.DataFrame(columns=[*LABELS, *keys]) for name, keys in pooled().items()}
     for name in ("runs", *pooled()):
-        if name in ("runs", "steps") or (folder / f"{name}.parquet").exists():  # others may be younger than the folder
+        if name in ("runs", "steps") or (folder / f"{name}.parquet").exists():  # the others may have no rows
             frame = read_parquet(folder / f"{name}.parquet").to_pandas()
             tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
     runs = tables.pop("runs")
-    _require_whole(folder, runs, tables["steps"])
-    for name, frame in tables.items():
-        _require_once(str(folder), name, frame, LABELS[:4])
     frames = Frames(runs.assign(**{c: None for c in (*PLAIN, *NESTED) if c not in runs}), tables)
     for label, part in zip(LABELS[1:4], here.relative_to(folder).parts, strict=False):
         value = int(part.removeprefix("seed=")) if label == "seed" and part.startswith("seed=") else part
@@ -158,108 +125,32 @@ def collected(root: Path) -> Frames | None:
     return frames
 
 
-def _require_whole(folder: Path, runs: pd.DataFrame, steps: pd.DataFrame) -> None:
-    """Raise RunError where tables are not of one time, as after a kill while a folder was written again."""
-    if (folder / REPLACING).exists():
-        raise RunError(f"{folder / REPLACING} exists: the tables are being replaced, or that was interrupted. Collect "
-                       "the study again, or restore the tables from a copy.")
-    ended = runs[(runs["state"] == "finished") & (runs["step"] > 0)]
-    known, finished, measured = ({*f[LABELS[:4]].drop_duplicates().itertuples(index=False, name=None)}
-                                 for f in (runs, ended, steps))
-    for alone, table in ((measured - known, "steps"), (finished - measured if measured else set(), "runs")):
-        if alone:  # a trainer of one's own may write no steps at all
-            example = "/".join(map(str, next(iter(alone))))
-            raise RunError(f"{folder / 'steps.parquet'} and runs.parquet contain different runs ({len(alone)} in "
-                           f"{table} alone, e.g. {example}). Collect the study again, or restore them from a copy.")
-    checked = steps[[column for column in (*LABELS[:4], "step", "reward") if column in steps]]
-    rows = dict(tuple(checked.groupby(list(LABELS[:4]), sort=False)))
-    for run in ended.itertuples():
-        key = tuple(getattr(run, label) for label in LABELS[:4])
-        if key in rows:
-            _require_rows("/".join(map(str, key)), run.step, rows[key])
-
-
-def _require_once(where: str, name: str, frame: pd.DataFrame, labels: Sequence[str] = ()) -> None:
-    """Raise RunError where a table has a row twice, as after two copies were joined: it would count twice."""
-    keys = [*labels, *TABLES[name]]
-    if len(frame) and {*keys} <= {*frame} and (twice := frame[frame.duplicated(keys)][keys]).size:
-        row = ", ".join(f"{key} {value}" for key, value in twice.iloc[0].items())
-        raise RunError(f"the table {name} in {where} has {len(twice)} rows twice, e.g. {row}. Restore it from a copy, "
-                       "or run it again.")
-
-
-def require_whole(path: Path) -> None:
-    """Raise RunError where a run has finished and lacks rows of its steps, or a table, as half a copy does."""
-    manifest = read_manifest(path)
-    if manifest is not None and "finished" in manifest and "diverged" not in manifest:
-        tables = {name: read_table(path, name, beyond=False) for name in WRITTEN}
-        for name, frame in tables.items():
-            _require_once(str(path), name, frame)
-        _require_rows(str(path), manifest["finished"], tables["steps"])
-
-
-def _require_rows(run: str, finished: int, steps: pd.DataFrame) -> None:
-    """Raise RunError where a finished run lacks steps, as half a copy does, or has a reward that is no number. A
-    trainer of one's own may log some steps only: one that never logs two in a row."""
-    trained = steps[steps["step"] > 0].sort_values("step")
-    if missing := _gaps(trained["step"], finished):
-        raise RunError(f"{run} finished {finished} steps, but its table lacks {missing} of them. Restore it from a "
-                       "copy, or delete it and run it again.")
-    if "reward" in trained:
-        if not is_numeric_dtype(trained["reward"]):
-            raise RunError(f"{run} has rewards that are no numbers ({trained['reward'].dtype}). Restore its table from "
-                           "a copy, or delete it and run it again.")
-        known = trained["step"][np.isfinite(trained["reward"].astype(float))]
-        if missing := _gaps(known, len(trained) if len(trained) == finished else 0):
-            raise RunError(f"{run} finished, but its reward is missing in {missing} of its steps. Restore it from a "
-                           "copy, or delete it and run it again.")
-
-
-def _gaps(steps: pd.Series, finished: int) -> int:
-    """How many of the steps 1 … finished are not there, where most follow one upon the other."""
-    there = steps[steps <= finished].nunique()
-    return max(0, finished - there) if bool((steps.diff().iloc[1:] == 1).mean() >= 0.5) else 0
-
-
-def _require_hash(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise RunError where a manifest has other settings than those that its hash was made of."""
-    settings = manifest["config"]
-    if isinstance(settings.get("measure"), dict) and hash_of(settings) != manifest["hash"]:
-        raise RunError(f"the settings in {path / 'manifest.json'} were changed: their hash is {hash_of(settings)}, and "
-                       f"the run began with {manifest['hash']}. Restore it from a copy.")
-
-
 def _from_runs(root: Path, unfinished: bool) -> Frames:
-    runs, left_out = [], []
+    runs: list[dict[str, Any]] = []
+    left_out: list[str] = []
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in pooled()}
     for path in run_folders(root):
         manifest, now = read_manifest(path), state(path)
         assert manifest is not None, "run_folders finds them by it"
+        last = math.inf
         if now["state"] not in ENDED and not unfinished:
-            before = manifest.get("finished")
-            shown = "" if before is None else f"; the {before} steps that it finished earlier are shown"
-            left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']}{shown})")
-            if before is None:
+            left_out.append(f"{path} ({now['state']}, step {now['step']} of {now['steps']})")
+            if "finished" not in manifest:
                 continue
-            manifest |= {"config": manifest["config"] | {"steps": before}}
-            now |= {"state": "finished", "step": before}
+            last = manifest["finished"]  # an extension of a finished run, whose steps so far are shown
+            manifest["config"]["steps"], now = last, {"state": "finished", "step": last}
         labels = labels_of(path) | {"code": " then ".join(manifest["code"])}
-        _require_hash(path, manifest)
         runs.append(labels | {"path": str(path), "state": now["state"], "step": now["step"]} | _described(manifest))
         for name in pooled():
-            frame = read_table(path, name, beyond=unfinished)
-            _require_once(str(path), name, frame)
-            if name == "steps" and now["state"] == "finished":
-                _require_rows(str(path), now["step"], frame)
-                if "reward" in frame and len(frame) and frame["reward"].isna().all():
-                    raise RunError(f"{path} finished, but its reward is missing in every step. Run it again.")
+            frame = read_table(path, name)
+            frame = frame[frame["step"] <= last]
             tables[name].append(frame.assign(**labels)[[*LABELS, *frame.columns]])
     if not runs:
         why = f"; unfinished: {'; '.join(left_out)}" if left_out else ""
         raise RunError(f"no finished run below {root}{why}")
     filled = {name: [part for part in parts if len(part)] or parts[:1] for name, parts in tables.items()}
-    whole = {name: pd.concat(parts, ignore_index=True) for name, parts in filled.items()}
-    return Frames(pd.DataFrame(runs), whole, tuple(left_out))
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in filled.items()}
+    return Frames(pd.DataFrame(runs), joined, tuple(left_out))
 
 
 def _described(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -269,10 +160,9 @@ def _described(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"steps": manifest["config"]["steps"], **plain, **nested}
 
 
-def read_table(path: Path, name: str, *, beyond: bool = True) -> pd.DataFrame:
-    """One table of one run, up to its last commit; empty before the first. Of a run that finished and was asked for
-    more steps since, only what it had finished, without `beyond`."""
-    frame = read_rows(path, name, (read_manifest(path) or {}).get("finished"), beyond=beyond).to_pandas()
+def read_table(path: Path, name: str) -> pd.DataFrame:
+    """One table of one run, up to its last commit; empty before the first."""
+    frame = read_rows(path, name).to_pandas()
     return frame if len(frame.columns) else pd.DataFrame(columns=list(TABLES[name]))
 
 
@@ -280,61 +170,85 @@ def labels_of(path: Path) -> dict[str, Any]:
     """Study, arm, factors and seed of a run, from its path. Raises RunError for one that was renamed."""
     *_, study, arm, factors, name = ("", "", "", *Path(path).absolute().parts)
     if not re.fullmatch(r"seed=\d+", name):
-        raise RunError(f"the name of the run folder {path} contains no seed. Rename it to seed=<n>, or move it out of "
-                       "its study.")
+        raise RunError(f"the name of the run folder {path} contains no seed. Rename it to seed=<n>.")
     return {"study": study, "arm": arm, "factors": factors, "seed": int(name.removeprefix("seed="))}
 
 
-def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
-    """Everything but numbers in which two runs differ: configuration, code, packages, threads, final checkpoint."""
-    keys = ("config", "code", "inputs", "packages", "device", "threads", "finished", "checkpoint")
-    left, right = ({k: _manifest(path).get(k) for k in keys} for path in (a, b))
-    return differing(left, right)
+# ---------------------------------------------------------------------- two runs
+def differences(
+    a: Mapping[str, pd.DataFrame], b: Mapping[str, pd.DataFrame], *, narrow: bool = False, measured: bool = False
+) -> Iterator[Difference]:
+    """Every column that both runs have and in which they differ, `seconds_*` and `memory_*` aside.
+
+    Equality is exact, or of float32 numbers if `narrow`. With `measured`, rows in which `a` has no value are ignored.
+    """
+    for name, keys in TABLES.items():
+        if name not in a or name not in b:
+            continue
+        x, y = (table[name].set_index(list(keys)).sort_index() for table in (a, b))
+        if len(alone := x.index.symmetric_difference(y.index)):
+            in_a = alone[0] in x.index
+            yield Difference(name, _row(name, alone[0]), None, in_a, not in_a, np.inf)
+        both = x.index.intersection(y.index)
+        x, y = x.loc[both], y.loc[both]
+        for column in x.columns.intersection(y.columns, sort=False):
+            if column not in LABELS and not timing(column):
+                yield from _difference(name, column, x[column], y[column], narrow, measured)
+
+
+def _difference(
+    table: str, column: str, a: pd.Series, b: pd.Series, narrow: bool, measured: bool
+) -> Iterator[Difference]:
+    numbers = is_numeric_dtype(a) and is_numeric_dtype(b)  # else names, as of a benchmark
+    x, y = (series.to_numpy("float32" if narrow and numbers else None) for series in (a, b))
+    lacking = a.isna().to_numpy(), b.isna().to_numpy()
+    differ = (x != y) & ~(lacking[0] & (lacking[1] | measured))
+    if differ.any():
+        first = int(np.flatnonzero(differ)[0])
+        relative = np.inf
+        if numbers and not (lacking[0] != lacking[1])[differ].any():
+            x, y = x.astype(float), y.astype(float)
+            with np.errstate(invalid="ignore"):
+                relative = float(np.nanmax(np.abs(x - y)) / np.nanmax(np.maximum(np.abs(x), np.abs(y))))
+        yield Difference(table, _row(table, a.index[first]), column, _plain(x[first]), _plain(y[first]), relative)
 
 
 def diff(a: Path, b: Path) -> Difference | None:
-    """The earliest row in which two runs part, or None. Equality is exact; `seconds_*` and `memory_*` are ignored.
+    """The earliest row in which two runs differ, or None. Equality is exact. A column that one run alone has counts.
 
-    Within a step the rows are compared in the order in which they arise: those of a part of the step before its own.
+    Within a step, rows of the other tables come before the row of `steps`.
     """
-    _manifest(a), _manifest(b)
-    names = [*(name for name in TABLES if name != "steps"), "steps"]
-    tables = [(name, read_table(a, name), read_table(b, name)) for name in names]
-    for shared in (True, False):  # a column that one run alone has differs nowhere, unless nothing else does
-        found = [d for name, left, right in tables for d in _first(name, left, right, shared)]
-        if found:
-            return min(found, key=lambda d: d.row["step"])
-    return None
+    for path in (a, b):
+        read_run_manifest(path)
+    left, right = ({name: read_table(path, name) for name in TABLES} for path in (a, b))
+    for name in TABLES:
+        columns = left[name].columns.union(right[name].columns, sort=False)
+        left[name], right[name] = (tables[name].reindex(columns=columns) for tables in (left, right))
+    order = {name: i for i, name in enumerate([*(name for name in TABLES if name != "steps"), "steps"])}
+    different = differences(left, right)
+    return min(different, key=lambda d: (d.step, order[d.table], *d.row.values()), default=None)
 
 
-def _first(name: str, a: pd.DataFrame, b: pd.DataFrame, shared: bool) -> Iterator[Difference]:
-    keys = list(TABLES[name])
-    columns = [c for c in dict.fromkeys([*a.columns, *b.columns])
-               if c not in keys and not timing(c) and (not shared or c in a and c in b)]
-    both = a.reindex(columns=[*keys, *columns]).merge(
-        b.reindex(columns=[*keys, *columns]), on=keys, how="outer", suffixes=(" a", " b"), indicator=True
-    ).sort_values(keys, kind="stable", ignore_index=True)
-    pairs = {c: (both[f"{c} a"], both[f"{c} b"]) for c in columns}
-    differs = pd.DataFrame({c: ~((x == y) | (x.isna() & y.isna())) for c, (x, y) in pairs.items()}, index=both.index)
-    parted = both[(both["_merge"] != "both") | differs.any(axis=1)]
-    if parted.empty:
-        return
-    row = parted.iloc[0]
-    where = {k: _plain(row[k]) for k in keys}
-    if row["_merge"] != "both":
-        yield Difference(name, where, None, *((row["_merge"] == side) for side in ("left_only", "right_only")))
-    else:
-        first = differs.columns[differs.loc[row.name]][0]
-        yield Difference(name, where, first, *(_plain(row[f"{first} {side}"]) for side in "ab"))
+def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
+    """Everything but rows in which two runs differ: configuration, code, packages, threads, final checkpoint."""
+    keys = ("config", "code", "inputs", "packages", "device", "threads", "finished", "checkpoint")
+    left, right = ({key: read_run_manifest(path).get(key) for key in keys} for path in (a, b))
+    return differing(left, right)
+
+
+def read_run_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a run. Raises RunError where there is none."""
+    manifest = read_manifest(Path(path))
+    if manifest is None:
+        raise RunError(f"{path} is not a run: it has no manifest.json. See `moe-rl runs list`.")
+    return manifest
+
+
+def _row(table: str, index: Any) -> dict[str, Any]:
+    keys = TABLES[table]
+    return dict(zip(keys, map(_plain, index if len(keys) > 1 else [index]), strict=True))
 
 
 def _plain(value: Any) -> Any:
     """A NumPy number as a Python one."""
     return value.item() if hasattr(value, "item") else value
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    manifest = read_manifest(Path(path))
-    if manifest is None:
-        raise RunError(f"{path} is not a run: it has no manifest.json")
-    return manifest

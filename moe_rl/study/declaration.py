@@ -1,6 +1,6 @@
 """A study is a declaration: a question, arms × factors × seeds, and what will be shown and decided.
 
-    study = Study(name="routing_replay", question="…", arms=(grpo, replay, gspo), base=RunConfig(arm=grpo), …)
+    study = Study(name="routing_replay", question="…", arms=(grpo, replay, "gspo_short"), base=RunConfig(arm=grpo), …)
 
 A user's own file does the same from anywhere: `moe-rl run my_study.py`. No torch here; `workers` carries a study out.
 """
@@ -17,20 +17,20 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict
 
 from moe_rl.config import SHIPPED, Arm, RunConfig, plain
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.objectives.methods import arm as spelled_arm
-from moe_rl.registry import Component, unknown
+from moe_rl.objectives.methods import spell_out
+from moe_rl.registry import Component, lookup, unknown
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import DECLARATION
+from moe_rl.storage.provenance import path_in_checkout
 
 COMES_ALONG = ("routing_replay",)
 """Studies that are part of the package, and need no file."""
@@ -44,8 +44,16 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,:()-]{0,119}")
 CELL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
-PRESET_NAMES = ("qwen3_moe-tiny", "qwen3_moe-bench", "qwen3_moe-fine", "olmoe-tiny", "mixtral-tiny", "deepseek_v3-tiny",
-                "gpt_oss-tiny", "glm4_moe-tiny")
+PRESET_NAMES = (
+    "qwen3_moe-tiny",
+    "qwen3_moe-bench",
+    "qwen3_moe-fine",
+    "olmoe-tiny",
+    "mixtral-tiny",
+    "deepseek_v3-tiny",
+    "gpt_oss-tiny",
+    "glm4_moe-tiny",
+)
 """The keys of `models.load.PRESETS`, which is not imported here."""
 
 
@@ -95,15 +103,16 @@ class Study:
     goes from the `Frames` of one run to a number."""
     decision_rule: str = ""
     verdict: str = ""
-    """`pkg.module:function`, from the study's `Frames` to what its rule says of them: a sentence each."""
+    """`pkg.module:function`, or `study.py:function` for a file beside the study's own: from the study's `Frames` to the
+    sentences of its decision."""
     differs_from_paper: str = ""
     caution: str = ""
     """What the summary says under its table, so that nobody reads more into it than there is."""
     cost: str = ""
-    quick: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the base that `quick_form` changes, beside the number of seeds and steps."""
     seconds_per_step: float | None = None
     """Of one core, for the estimate that `--dry-run` prints."""
+    seconds_of_warm_up: float = 0.0
+    """Likewise, of each supervised warm-up."""
     trainer: str = TRAINER
     """What carries out a run: `execute(run, folder, *, cache, listen)`, imported in the worker process. A function
     `check(run)` beside it says beforehand what would make the run void, and refuses what cannot run."""
@@ -112,59 +121,64 @@ class Study:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arms", _made(self.arms))
-        names = [arm.name for arm in _made(self.arms)]
-        if not NAME.fullmatch(self.name):
-            raise ConfigError(f"{self.name!r} cannot be the name of a folder. Use letters, digits, '.', '_' and '-' "
-                              "only.")
-        for name in names:
-            if not ARM.fullmatch(name):
-                raise ConfigError(f"arm {name!r} cannot be the name of a folder. Add +name=mine with at most 120 "
-                                  "letters, digits and '._+=,:()-'.")
+        names, study = [arm.name for arm in _made(self.arms)], f"study {self.name!r}"
+        for kind, label, form in (
+            ("study", self.name, NAME),
+            *(("arm", name, ARM) for name in names),
+            *(("condition", name, CELL) for name in self.cells),
+        ):
+            if not form.fullmatch(label):
+                raise ConfigError(f"{kind} {label!r} cannot be the name of a folder: use letters, digits, '._-'")
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"the arms of study {self.name!r} need different names, but have {names}")
+            raise ConfigError(f"the arms of {study} need different names, but have {names}")
         for a, b in self.comparisons:
             if a == b or not {a, b} <= set(names):
-                raise ConfigError(f"the comparison {a} − {b} of study {self.name!r} needs two of its arms {names}")
+                raise ConfigError(f"the comparison {a} − {b} of {study} needs two of its arms {names}")
         for name, settings in self.cells.items():
             if unknown := set(settings.get("arms", ())) - set(names):
-                raise ConfigError(f"condition {name!r} of study {self.name!r} runs {', '.join(sorted(unknown))}, which "
-                                  f"are not among its arms {names}")
+                raise ConfigError(f"condition {name!r} of {study}: {sorted(unknown)} are not among its arms {names}")
             here = settings.get("seeds", self.seeds)
             if not isinstance(here, Sequence) or not here or set(here) - set(self.seeds):
-                raise ConfigError(f"condition {name!r} of study {self.name!r} has seeds={here!r}. Give some of the "
-                                  f"study's seeds: {list(self.seeds)}.")
-            if not CELL.fullmatch(name) or {"seed", "arm"} & {key.split(".")[0] for key in settings}:
-                raise ConfigError(f"condition {name!r} of study {self.name!r} cannot be the name of a folder (letters, "
-                                  "digits and '._+=,-'), or changes seed or arm. Rename it, or remove that setting.")
+                raise ConfigError(f"condition {name!r} of {study} has seeds={here!r}. The study has {[*self.seeds]}.")
         if self.own_cold_starts and "cold_start.seed" in self.factors:
-            raise ConfigError("own_cold_starts trains a supervised warm-up for each seed, so cold_start.seed cannot be "
-                              "a factor")
-        if "steps" in self.factors or "seed" in self.factors or any(k.split(".")[0] == "arm" for k in self.factors):
+            raise ConfigError("own_cold_starts gives each seed its own warm-up, so cold_start.seed cannot be a factor")
+        varied = [*self.factors, *(key for settings in self.cells.values() for key in settings)]
+        if "steps" in self.factors or {"seed", "arm"} & {key.split(".")[0] for key in varied}:
             raise ConfigError("steps, seed and arm cannot be factors. Use --steps, `seeds` and `arms`.")
 
     def quick_form(self) -> Study:
         """A study of its own, `<name>-quick`, of one seed in all cells: run it for QUICK_STEPS, as a trial."""
         cells = {name: {k: v for k, v in cell.items() if k != "seeds"} for name, cell in self.cells.items()}
-        return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], cells=cells,
-                                   base=self.base.replace(**self.quick))
+        return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], cells=cells)
 
     def with_settings(self, changes: Mapping[str, Any]) -> Study:
         """The study with another base. Raises ConfigError for a setting that a factor gives values of its own."""
         for key in changes:
             if factor := next((name for name in self.factors if f"{key}.".startswith(f"{name}.")), None):
-                raise ConfigError(f"{key} has no effect: study {self.name!r} gives the factor {factor} the values "
-                                  f"{', '.join(map(str, self.factors[factor]))}. Change them in its file.")
+                raise ConfigError(
+                    f"{key} has no effect: study {self.name!r} gives the factor {factor} the values "
+                    f"{', '.join(map(str, self.factors[factor]))}. Change them in its file."
+                )
         return dataclasses.replace(self, base=self.base.replace(**changes))
 
-    def with_arms(self, arms: Sequence[str]) -> Study:
-        """The study with other arms, each one of its own by name or a spelling; with the contrasts that are left. With
-        none given it stays as it is. Cells that are for some arms keep those that are left, or go."""
+    def with_arms(self, arms: Sequence[str], own_arms: Sequence[str] = ()) -> Study:
+        """The study with other arms: `own_arms` and then `arms`, each the name of an arm of the study or a spelling;
+        without any, all its arms. Comparisons and conditions keep the arms that are left. Raises ConfigError for one of
+        `arms` that names an arm of the study and spells another."""
         own = {arm.name: arm for arm in _made(self.arms)}
-        chosen = tuple(own.get(text) or spelled_arm(text) for text in arms) or _made(self.arms)
+        for text in arms:
+            if text in own and (ambiguous := name_namesake(own[text])):
+                raise ConfigError(
+                    f"{ambiguous}. For the arm of the study, write --arms {text}; for the other, "
+                    f'--arm "{text}+name=paper_{text}".'
+                )
+        chosen = tuple(own.get(text) or spelled_arm(text) for text in (*own_arms, *arms)) or _made(self.arms)
         names = {arm.name for arm in chosen}
         comparisons = tuple(pair for pair in self.comparisons if set(pair) <= names)
-        cells = {name: {**cell, "arms": tuple(n for n in cell["arms"] if n in names)} if "arms" in cell else cell
-                 for name, cell in self.cells.items()}
+        cells = {
+            name: {**cell, "arms": tuple(n for n in cell["arms"] if n in names)} if "arms" in cell else cell
+            for name, cell in self.cells.items()
+        }
         cells = {name: cell for name, cell in cells.items() if cell.get("arms", names)}
         if self.cells and not cells:
             raise ConfigError(f"no condition of study {self.name!r} runs {', '.join(sorted(names))}")
@@ -174,11 +188,11 @@ class Study:
         """Names of its own arms, as `--arms grpo,gspo` has them; commas in brackets belong to a name. Raises
         ConfigError for one that is not its own."""
         own = [arm.name for arm in _made(self.arms)]
-        given = re.findall(r"(?:[^,()]|\([^()]*\))+", text or "")
-        for name in given:
+        names = re.findall(r"(?:[^,()]|\([^()]*\))+", text or "")
+        for name in names:
             if name not in own:
                 unknown(f"arm of study {self.name!r}", name, own, "--arm takes any other arm")
-        return given
+        return names
 
     def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
         """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.
@@ -190,8 +204,7 @@ class Study:
             raise ConfigError(f"a study needs at least one seed, and each seed once, but got {list(seeds)}")
         count = len(seeds) * len(self.arms) * max(1, len(self.cells)) * math.prod(map(len, self.factors.values()))
         if count > MOST:
-            raise ConfigError(f"study {self.name!r} would have {count:,} runs, but at most {MOST:,} are allowed. Give "
-                              "fewer seeds, arms, conditions or factors.")
+            raise ConfigError(f"study {self.name!r} would have {count:,} runs; at most {MOST:,} are allowed")
         planned: list[Planned] = []
         described: dict[Path, str] = {}
         combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
@@ -210,8 +223,10 @@ class Study:
             path = path_of(out, self.name, arm.name, ",".join(labels) or "base", seed)
             values_here = ", ".join([name] * bool(name) + [f"{k}={v!r}" for k, v in chosen.items()])
             if path in described:
-                raise ConfigError(f"{described[path]} and {values_here} of study {self.name!r} would share the folder "
-                                  f"{path.parent.name}. Name the conditions with `cells`.")
+                raise ConfigError(
+                    f"{described[path]} and {values_here} of study {self.name!r} would share the folder "
+                    f"{path.parent.name}. Name the conditions with `cells`."
+                )
             described[path] = values_here
             planned.append(Planned(path, config, self.file))
         if not planned:
@@ -220,8 +235,8 @@ class Study:
 
 
 def located(config: RunConfig) -> RunConfig:
-    """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that its row says
-    where they are wherever it is read. Presets, what comes with the package and names on the hub stay as they are."""
+    """The configuration with absolute paths for the folder of a checkpoint and the file of a task, so that they are
+    found from anywhere. Names of presets, of what comes with the package and of the hub stay as they are."""
     changes: dict[str, Any] = {"task": _located_task(Component.of(config.task))}
     folder = Path(config.model.name).expanduser()
     if folder.is_dir() and config.model.name not in (*SHIPPED, *PRESET_NAMES):
@@ -246,32 +261,63 @@ def _made(arms: Sequence[Arm | str]) -> tuple[Arm, ...]:
     return tuple(spelled_arm(arm) if isinstance(arm, str) else arm for arm in arms)
 
 
+def name_namesake(arm: Arm) -> str:
+    """That the name of an arm spells another arm, and which; empty where it spells none or this one."""
+    with contextlib.suppress(ConfigError):
+        if (other := spell_out(spelled_arm(arm.name))) != spell_out(arm):
+            return f"arm {arm.name!r} of the study is {spell_out(arm)}, but as a text it is {other}"
+    return ""
+
+
 def path_of(out: Path, study: Any, arm: Any, factors: Any, seed: Any) -> Path:
     """The folder of a run. Raises ConfigError for a label that is no `folder_name`."""
     labels = {"study": study, "arm": arm, "factors": factors, "seed": f"seed={seed}"}
     return out.joinpath(*(runs.folder_name(kind, label) for kind, label in labels.items()))
 
 
+DECLARED = (
+    "name",
+    "question",
+    "hypothesis",
+    "figures",
+    "endpoint",
+    "further_endpoints",
+    "comparisons",
+    "decision_rule",
+    "metrics",
+    "verdict",
+    "differs_from_paper",
+    "caution",
+    "cost",
+    "seeds",
+    "factors",
+    "cells",
+    "trainer",
+)
+"""What a `study.json` has of a study, beside the names of its arms and the path of its file in the checkout."""
+
+
 def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[str]:
-    """Write `study.json` beside the study's runs: what their tables alone do not say. Returns what an earlier one said
-    otherwise of the question and of how it is answered. With `keep`, the arms of an earlier one stay, with its
-    contrasts and cells, and those of `study` come after them: some arms more are not another study."""
-    keys = ("name", "question", "hypothesis", "figures", "endpoint", "further_endpoints", "comparisons",
-            "decision_rule", "metrics", "verdict", "differs_from_paper", "caution", "cost", "seeds", "factors", "cells",
-            "trainer")
-    content = plain({k: getattr(study, k) for k in keys}) | {"arms": [{"name": a.name} for a in _made(study.arms)]}
+    """Write `study.json` beside the study's runs. Returns the keys, of the question and of the decision, in which an
+    earlier one differs. With `keep`, the arms, comparisons and conditions of an earlier one stay, and those of
+    `study` come after them."""
+    content = plain({key: getattr(study, key) for key in DECLARED})
+    content |= {
+        "arms": [{"name": arm.name} for arm in _made(study.arms)],
+        "file": path_in_checkout(study.file) if study.file else "",
+    }
     (out / study.name).mkdir(parents=True, exist_ok=True)
     before = content
-    with contextlib.suppress(RunError):  # a damaged one is written anew
+    with contextlib.suppress(RunError):  # a damaged entry is written anew
         before = runs.read_json(out / study.name / DECLARATION, ()) or content
     if keep:
         for key in ("arms", "comparisons"):
             there = before.get(key, [])
-            said = {_json(one) for one in there}
-            content[key] = [*there, *(one for one in content[key] if _json(one) not in said)]
+            known = {_json(entry) for entry in there}
+            content[key] = [*there, *(entry for entry in content[key] if _json(entry) not in known)]
         content["cells"] = {**content["cells"], **before.get("cells", {})}
     asked = ("question", "endpoint", "further_endpoints", "decision_rule", *(() if keep else ("arms", "comparisons")))
-    changed = [k for k in asked if _json(before.get(k)) != _json(content[k])]
+    changed = [key for key in asked if _json(before.get(key)) != _json(content[key])]
     runs.write_json(out / study.name / DECLARATION, content)
     return changed
 
@@ -280,75 +326,30 @@ def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-class DeclaredArm(TypedDict):
-    """An arm of a `study.json`: of its settings the name is read here."""
-
-    name: str
-
-
-class DeclaredCell(TypedDict, total=False):
-    """A cell of a `study.json`: of its settings these are read here."""
-
-    arms: list[str] | tuple[str, ...]
-    seeds: list[int] | tuple[int, ...]
-
-
-class Declared(TypedDict):
-    """What those who read a `study.json` take for granted of it."""
-
-    name: str
-    question: str
-    hypothesis: str
-    arms: list[DeclaredArm]
-    endpoint: str
-    figures: list[str] | tuple[str, ...]
-    metrics: list[str] | tuple[str, ...]
-    further_endpoints: list[str] | tuple[str, ...]
-    comparisons: list[tuple[str, str]] | tuple[()]
-    factors: dict[str, list[Any]]
-    cells: dict[str, DeclaredCell]
-    decision_rule: str
-    verdict: str
-    differs_from_paper: str
-    caution: str
-    cost: str
-    trainer: str
-
-
-DECLARED = TypeAdapter(Declared)
-
-
 def read_declaration(folder: Path, trust: bool = False) -> dict[str, Any]:
-    """The `study.json` of a folder of runs or of collected tables, as data that somebody else may have written: unless
-    there is `trust`, the figures, metrics and decision rule that are code from outside the package are left out of it,
-    and `untrusted` has a sentence on them. Raises RunError where there is none and for one of release 0.1.0,
-    ConfigError where the primary endpoint is such code."""
-    declared = runs.read_json(folder / DECLARATION, ("name", "arms", "figures"))
+    """The `study.json` of a folder of runs or of collected tables, which somebody else may have written. Without
+    `trust` it lacks the figures, metrics and decision rule that are code from outside the package, and `untrusted`
+    names them. Raises RunError for a missing file and for another format, ConfigError for a primary endpoint that is
+    such code."""
+    declared = runs.read_json(folder / DECLARATION, ("name", "arms"))
     if declared is None:
-        raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION}. Give one such as "
-                       "runs/routing_replay.")
+        raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION}")
     if "contrasts" in declared:
-        raise RunError(f"{folder} was written by release 0.1.0 or earlier, with other names of columns and settings "
-                       "(CHANGELOG.md). Read it with that release.")
-    later = {f.name: f.default for f in dataclasses.fields(Study) if f.default is not dataclasses.MISSING}
-    declared = later | {"factors": {}, "cells": {}} | declared
-    try:
-        DECLARED.validate_python(declared)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise RunError(f"{folder / DECLARATION} is damaged: {'.'.join(map(str, first['loc']))}={first['input']!r:.60}, "
-                       f"{first['msg'].lower()}. Restore it from a copy.") from None
+        raise RunError(f"{folder} has the names of columns and settings that release 0.1.0 had. Read it with 0.1.0.")
+    defaults = {f.name: f.default for f in dataclasses.fields(Study) if f.name in DECLARED}
+    defaults |= {"question": "", "hypothesis": "", "seeds": [], "factors": {}, "cells": {}, "file": ""}
+    declared = plain(defaults) | declared | {"folder": str(folder)}
     return declared | {"untrusted": ""} if trust else _leave_out_code(declared, folder)
 
 
 def outside_names(declared: Mapping[str, Any]) -> list[str]:
-    """Every `pkg.module:name` that a declaration has for whoever reads its tables, once each."""
+    """Every `pkg.module:name` in a declaration, once each."""
     listed = [*declared["figures"], *declared["metrics"], *declared["further_endpoints"]]
     return [*filter(_is_outside, dict.fromkeys((declared["verdict"], declared["endpoint"], *listed)))]
 
 
 def _is_outside(name: str) -> bool:
-    """Whether a name is code; of a figure over a factor its metric may be: `against:lag:pkg.module:name`."""
+    """Whether a name is code. The metric of a figure over a factor may be code: `against:lag:pkg.module:name`."""
     if name.startswith(ACROSS):
         name = name.removeprefix(ACROSS).partition(":")[2]
     return bool(name) and Component(name).own
@@ -356,48 +357,85 @@ def _is_outside(name: str) -> bool:
 
 def _leave_out_code(declared: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     names = outside_names(declared)
-    how = (f"(in {folder / DECLARATION}) {'is' if len(names) == 1 else 'are'} code from outside moe_rl. Read that "
-           "code; if you trust it, repeat the command with --trust.")
+    text = (
+        f"{', '.join(names)} (in {folder / DECLARATION}) is code from outside moe_rl. Read that code; if you trust it, "
+        "repeat the command with --trust."
+    )
     if declared["endpoint"] in names:
-        raise ConfigError(f"{', '.join(names)} {how}")
-    kept = {key: [name for name in declared[key] if name not in names]
-            for key in ("figures", "metrics", "further_endpoints")}
-    return {**declared, **kept, "verdict": "" if declared["verdict"] in names else declared["verdict"],
-            "untrusted": f"{', '.join(names)} {how}" if names else ""}
+        raise ConfigError(text)
+    lists = ("figures", "metrics", "further_endpoints")
+    inside = {key: [name for name in declared[key] if name not in names] for key in lists}
+    verdict = "" if declared["verdict"] in names else declared["verdict"]
+    return {**declared, **inside, "verdict": verdict, "untrusted": text if names else ""}
 
 
 def load_study_file(source: str) -> Study:
-    """The `study` object of a Python file, of a module `pkg.module`, or of one that comes along, by its name. A file's
+    """The `study` object of a Python file, of a module `pkg.module`, or of one in the package, by its name. A file's
     folder becomes importable.
 
     Raises ConfigError when there is no such file, when it cannot be imported, or when it declares no study.
     """
     path = Path(source)
-    try:
-        if path.is_dir() and (inside := path / f"{path.resolve().name}.py").is_file():
-            raise ConfigError(f"{source} is a folder. Give the study file in it: {inside}.")
-        if path.suffix == ".py":
-            if not path.is_file():
-                raise ConfigError(f"there is no study file {source} (searched at {path.absolute()}). Create one with "
-                                  f"`moe-rl new NAME`, or use the built-in study: `moe-rl run {COMES_ALONG[0]}`.")
-            if path.stem in sys.stdlib_module_names or path.stem == __package__.partition(".")[0]:
-                raise ConfigError(f"the study file {source} has the name of the module {path.stem!r}, so it would "
-                                  "replace that module. Rename the file.")
-            sys.path.insert(0, str(path.resolve().parent))
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None and spec.loader is not None, "a file of Python has both"
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(f"{__package__}.{source}" if source in COMES_ALONG else source)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        line = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{line.filename}:{line.lineno}: " if path.suffix == ".py" else ""
-        raise ConfigError(f"the study {source} cannot be imported: {where}{type(error).__name__}: {error}") from error
+    if path.suffix == ".py" and path.is_file():
+        module = load_file(path)
+    elif (
+        path.suffix == ".py"
+        or path.is_dir()
+        or (source not in COMES_ALONG and importlib.util.find_spec(source.partition(".")[0]) is None)
+    ):
+        known = [*COMES_ALONG, *map(str, (path if path.is_dir() else path.parent).glob("*.py"))]
+        unknown("study", source, known, "create one with `moe-rl new NAME`")
+    else:
+        module = importlib.import_module(f"{__package__}.{source}" if source in COMES_ALONG else source)
     study = getattr(module, "study", None)
     if not isinstance(study, Study):
         raise ConfigError(f"{source} declares no study. Add a line `study = Study(...)`.")
     return dataclasses.replace(study, file=Path(module.__file__).absolute() if module.__file__ else None)
+
+
+def load_file(path: Path) -> ModuleType:
+    """A Python file as a module of its name; its folder becomes importable. Raises ConfigError where it fails."""
+    name = path.stem
+    if name in sys.stdlib_module_names or name == __package__.partition(".")[0]:
+        raise ConfigError(f"the study file {path} would replace the module {name!r}. Rename the file.")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a file of Python has both"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        line = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{line.filename}:{line.lineno}"
+        raise ConfigError(f"{path} cannot be imported: {where}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def find_study_file(name: str | None, tables: Path) -> Path | None:
+    """The study file that has this path in a checkout: under that path or its name alone, in the folder of tables, in a
+    folder above it, or above the current folder."""
+    if not name or ".." in PurePosixPath(name).parts:
+        return None
+    roots = [tables.absolute(), *tables.absolute().parents, Path.cwd(), *Path.cwd().parents]
+    places = (root / form for root in roots for form in (name, PurePosixPath(name).name))
+    return next((place for place in places if place.is_file()), None)
+
+
+def load_verdict(name: str, study: str, file: Path | None) -> Callable[[Any], Any]:
+    """The function of `Study.verdict`: of a module, or of a Python file beside the study's file. Raises ConfigError for
+    a missing function, and for a file of another study."""
+    beside, _, function = name.rpartition(":")
+    if not beside.endswith(".py"):
+        return lookup("verdict", name, {})
+    if file is None or not file.with_name(beside).is_file():
+        raise ConfigError(f"the verdict {name!r} needs {beside} beside the study's file, which was not found")
+    module = load_file(file.with_name(beside))
+    declared = getattr(module, "study", None)
+    if isinstance(declared, Study) and declared.name != study.removesuffix("-quick"):
+        raise ConfigError(f"the verdict {name!r} is not of {study!r}: {module.__file__} declares {declared.name!r}")
+    if not callable(verdict := getattr(module, function, None)):
+        raise ConfigError(f"{module.__file__} has no function {function!r}")
+    return verdict

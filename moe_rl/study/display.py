@@ -32,8 +32,12 @@ class Display:
         self.ended: set[Path] = set()
         self.due = 0.0
         self.bars = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}", markup=False), console=console, refresh_per_second=4,
+            TextColumn("{task.description}", markup=False),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=console,
+            refresh_per_second=4,
         )
         self.rows = [self.bars.add_task(_name(p.path), total=p.config.steps, text="") for p in planned]
 
@@ -84,8 +88,10 @@ def preparing(now: Mapping[str, Any]) -> str:
         return "first step" if "seconds_per_step" in now else "preparing"
     if cold.get("waiting"):
         return "waiting for the supervised warm-up of another run"
-    return (f"supervised warm-up {cold['step']}/{cold['steps']}, success {cold['rate']:.0%} of {cold['target']:.0%}, "
-            f"at most {duration(cold['seconds_left'])} left")
+    return (
+        f"supervised warm-up {cold['step']}/{cold['steps']}, success {cold['rate']:.0%} of {cold['target']:.0%}, "
+        f"at most {duration(cold['seconds_left'])} left"
+    )
 
 
 def _name(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a task is, and how the rest of the package asks one for prompts and rewards."""
+"""The protocols of tasks, and how the rest of the package gets prompts and rewards from one."""
 
 from __future__ import annotations
 
@@ -8,96 +8,90 @@ from dataclasses import dataclass
 from operator import length_hint
 from typing import Protocol, runtime_checkable
 
-from moe_rl.errors import ConfigError
-from moe_rl.registry import Component, Part, check_options, import_callable, unknown
+from moe_rl.errors import ConfigError, MoeRlError
+from moe_rl.registry import Component, Part, check_options, check_values, import_callable, unknown
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.types import Prompt
 
-CHOICES = ("running_sums", "corrected_sums", "guessing", "reasoning_gym:<dataset>", "jsonl:<file>", "mixture",
-           "<package.module>:<Class>")
 TASKS = {
     "running_sums": ("moe_rl.tasks.running_sums:RunningSums", None),
     "corrected_sums": ("moe_rl.tasks.corrected_sums:CorrectedSums", None),
-    "guessing": ("moe_rl.tasks.guessing:Guessing", None),
     "reasoning_gym": ("moe_rl.tasks.reasoning_gym:ReasoningGym", "dataset"),
     "jsonl": ("moe_rl.tasks.jsonl:JsonlTask", "file"),
     "mixture": ("moe_rl.tasks.mixture:Mixture", None),
 }
-"""Where each lives, and which of its options the part of the name after the colon is."""
+"""The class of each task, and the option that follows the colon of its name."""
+CHOICES = (
+    *(f"{name}:<{option}>" if option else name for name, (_, option) in TASKS.items()),
+    "<package.module>:<Class>",
+)
 
 STOPPING = 64
-"""Prompts that say when a cold start ends: few, since a finite task has few to spare; the rate is good to about 3 %."""
+"""Prompts on which a cold start measures its success: to about 3 %."""
 
 EQUAL = 1e-6
-"""Rewards of a group that lie this close together are equal up to rounding (rewards are in [0, 1])."""
+"""Rewards of a group that differ by at most this are equal up to rounding (rewards are in [0, 1])."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts and verifiable rewards. Any class with these two methods is a task; it need not inherit from this one.
-
-    A finite task says with `__len__` how many different prompts it has (one that may be, with `__length_hint__`), so
-    that what is held out can be weighed against what is left to train on.
-    """
+    """Prompts and verifiable rewards. Any class with these two methods is a task. A finite task has a `__len__` (or a
+    `__length_hint__`): the number of its different prompts."""
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
         """`count` prompts, always the same ones for the same `seed`."""
 
     def reward(self, prompt: Prompt, completion: str) -> float:
-        """How good the completion is, in [0, 1]; 1 says that it is right, less may be partial credit."""
+        """In [0, 1]: 1 for a right completion, less for partial credit."""
 
 
 Transcript = Sequence[str]
-"""What was said after the prompt, in turn, as text: the policy's first turn, the reply to it, and so on; the last is of
-the policy."""
+"""The texts after the prompt: the policy's first turn, the reply to it, and so on; the last is of the policy."""
 
 
 @runtime_checkable
 class Conversation(Protocol):
-    """One conversation about one prompt. Equal transcripts must get equal replies and rewards, or a run that was
-    interrupted would not end as if it had not been: what is random is drawn from the prompt."""
+    """One conversation about one prompt. Equal transcripts must get equal replies and rewards, so that a run can be
+    resumed: draw random numbers from the prompt."""
 
     def reply(self, transcript: Transcript) -> str | None:
-        """What follows, or None where the conversation is over."""
+        """The next reply, or None at the end of the conversation."""
 
     def rewards(self, transcript: Transcript) -> float | Sequence[float]:
-        """When it is over, or was cut off: one number per turn of the policy, or one that the last of them earns. Their
-        sum is the reward of the whole, in [0, 1]; 1 says that it is right."""
+        """At the end, or where it was cut off: one number per turn of the policy, or one for the last turn. Their sum
+        is in [0, 1]; 1 is right."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """A task of several turns. Any class with these two methods is one; a `Task` is the case of one turn.
+    """A task of several turns. Any class with these two methods is one.
 
-    With a method `demonstration(prompt) -> Transcript` a cold start can imitate the last turn of that transcript, all
-    that is before it being given; without, it imitates `Prompt.answer` as the first turn.
+    With a method `demonstration(prompt) -> Transcript` a cold start imitates the last turn of that transcript;
+    without, it imitates `Prompt.answer` as the first turn.
     """
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
         """`count` prompts, always the same ones for the same `seed`."""
 
     def start(self, prompt: Prompt) -> Conversation:
-        """A conversation about it; those of a batch are under way at the same time."""
+        """A conversation about the prompt; those of a batch run at the same time."""
 
 
 AnyTask = Task | Environment
 
 
 def load_task(use: Part) -> AnyTask:
-    """The task that `use` names, built with its options.
-
-    It is one of CHOICES, some of which are environments of several turns; `<package.module>:<Class>` is a user's own
-    class, and the working directory is importable for it. Raises ConfigError, which lists the choices, for anything
-    else, and for a class that is no task before it is called.
-    """
+    """The task that `use` names, one of CHOICES or a user's own class, built with its options. Raises ConfigError for
+    another name, and for a class that is no task, before it is called."""
     use = Component.of(use)
     name, _, argument = use.name.partition(":")
     parameter = None
     if name in TASKS:
         module, parameter = TASKS[name]
         if bool(parameter) != bool(argument):
-            raise ConfigError(f"task {use.name!r} is incomplete: write "
-                              f"{next(c for c in CHOICES if c.startswith(name))}")
+            raise ConfigError(
+                f"task {use.name!r} is incomplete: write {next(c for c in CHOICES if c.startswith(name))}"
+            )
         cls = import_callable("task", module)
     elif use.own:
         cls = import_callable("task", use.name)
@@ -109,32 +103,46 @@ def load_task(use: Part) -> AnyTask:
             f"{use.name!r} is not a task. Write a class with prompts(count, seed) and reward(prompt, completion), or "
             "start(prompt) for several turns."
         )
-    said = {parameter: argument} if parameter else {}
-    check_options("task", use, cls, said)
-    options = {**use.options, **said}
+    named = {parameter: argument} if parameter else {}
+    check_options("task", use, cls, named)
+    check_values(use, cls)
+    return cls(**use.options, **named)
+
+
+def ask(task: AnyTask, count: int, seed: int) -> list[Prompt]:
+    """`task.prompts(count, seed)`. Raises ConfigError for anything but prompts, and where it fails for `count` prompts
+    but not for one."""
     try:
-        return cls(**options)
-    except TypeError as error:
-        raise ConfigError(f"task {use.name!r} does not accept the options {options!r}: {error}") from error
+        prompts = list(task.prompts(count, seed))
+    except Exception as error:
+        if isinstance(error, MoeRlError) or count == 1:
+            raise
+        ask(task, 1, seed)
+        raise ConfigError(
+            f"{type(task).__name__}.prompts({count}, {seed}) failed ({type(error).__name__}: {error}), but one prompt "
+            f"works. Return {count} prompts, and repeat some if there are fewer."
+        ) from error
+    if wrong := [p for p in prompts if not isinstance(p, Prompt)]:
+        raise ConfigError(
+            f"{type(task).__name__}.prompts({count}, {seed}) must return moe_rl.types.Prompt objects, not "
+            f"{wrong[0]!r:.60}"
+        )
+    return prompts
 
 
 def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) -> list[Prompt]:
-    """The first `count` prompts of `task` under `seed` whose text is not in `excluding`.
+    """The first `count` prompts of `task` under `seed` whose text is not in `excluding`. Texts may repeat.
 
-    A task that repeats itself, as a finite one must, is asked for up to 64 times as many before this gives up with a
-    ConfigError. Texts may repeat among the prompts returned; only `excluding` is kept out.
+    The task is asked for up to 64 times as many prompts. Raises ConfigError where these are not enough.
     """
     if count < 1:
         raise ConfigError(f"{count} prompts were requested. Request at least 1.")
     excluded = frozenset(excluding)
     factor = 1
     while True:
-        prompts = task.prompts(count * factor, seed)
+        prompts = ask(task, count * factor, seed)
         if not prompts:
             raise ConfigError(f"{type(task).__name__}.prompts({count * factor}, {seed}) returned no prompts")
-        if not all(isinstance(p, Prompt) for p in prompts):
-            kind = type(prompts[0]).__name__
-            raise ConfigError(f"{type(task).__name__}.prompts must return moe_rl.types.Prompt objects, not {kind}")
         fresh = [p for p in prompts if p.text not in excluded]
         if len(fresh) >= count:
             return fresh[:count]
@@ -152,48 +160,50 @@ class Split:
     """How the different prompts of a task are shared out."""
 
     different: int | None
-    """None: the task does not say, or they have no end."""
+    """None: unknown, or unlimited."""
     evaluation: int
     """Held out: never trained on."""
     stopping: int
-    """Of the others, those that say when the cold start ends; reinforcement learning trains on them, too."""
+    """Of the others, those that decide when the cold start ends; reinforcement learning trains on them, too. 0: no cold
+    start."""
 
     def __str__(self) -> str:
-        apart = f"{self.evaluation} held out (eval_prompts), {self.stopping} to end the supervised warm-up"
+        apart = f"{self.evaluation} held out (eval_prompts)"
+        apart += f", {self.stopping} to end the supervised warm-up" * bool(self.stopping)
         if self.different is None:
             return f"prompts without a known number: {apart}, all others to train on"
         rest = self.different - self.evaluation
-        return (f"{self.different} different prompts: {apart}, {rest - self.stopping} to train it on, {rest} for "
-                "reinforcement learning")
+        trained = f"{rest - self.stopping} to train it on, " * bool(self.stopping)
+        return f"{self.different} different prompts: {apart}, {trained}{rest} for reinforcement learning"
 
 
-def split_of(task: AnyTask, evaluation: int) -> Split:
-    """How many prompts are for what, `evaluation` of them held out. Raises ConfigError where more than half would be.
-
-    At most half of what is not held out says when the cold start ends.
-    """
+def split_of(task: AnyTask, evaluation: int, cold_start: bool = True) -> Split:
+    """The split with `evaluation` prompts held out. At most half of the others decide when the cold start ends. Raises
+    ConfigError where more than half would be held out."""
     if (different := length_hint(task, -1)) < 0:
-        return Split(None, evaluation, STOPPING)
+        return Split(None, evaluation, STOPPING * cold_start)
     if 2 * evaluation > different:
         raise ConfigError(
-            f"the task has {different} different prompts, and eval_prompts={evaluation} would hold out "
-            f"{('all' if evaluation >= different else 'more than half')}. Use eval_prompts={max(1, different // 5)}, "
-            "or add data.")
-    return Split(different, evaluation, max(1, min(STOPPING, (different - evaluation) // 2)))
+            f"the task has {different} different prompts, and eval_prompts={evaluation} would hold out more than half. "
+            f"Use eval_prompts={max(1, different // 5)}, or add data."
+        )
+    return Split(different, evaluation, max(1, min(STOPPING, (different - evaluation) // 2)) * cold_start)
 
 
 def held_out(task: AnyTask, count: int) -> list[Prompt]:
-    """The evaluation prompts: the same for every seed, arm and cold start, none of which may train on them. Of a task
-    that says with `__len__` how many different ones it has, each once: intervals are over problems."""
+    """The evaluation prompts: the same for every seed, arm and cold start, none of which trains on them. Of a task with
+    a `__len__`, each once: intervals are over problems."""
     seed, asked = derive(HELD_OUT, 0, 0), count
-    found = draw(task, count, seed)
+    prompts = draw(task, count, seed)
     if not isinstance(task, Sized) or count > len(task):
-        return found
-    while len(different := once(found)) < count:
+        return prompts
+    while len(different := once(prompts)) < count:
         if asked > 1024 * count:
-            raise ConfigError(f"{type(task).__name__} has a length of {len(task)}, but only {len(different)} of "
-                              f"{len(found)} prompts are different, and {count} must be held out. Correct its __len__.")
-        found = draw(task, asked := 2 * asked, seed)
+            raise ConfigError(
+                f"{type(task).__name__} has a length of {len(task)}, but only {len(different)} of {len(prompts)} "
+                "prompts are different. Correct its __len__."
+            )
+        prompts = draw(task, asked := 2 * asked, seed)
     return different[:count]
 
 
@@ -206,35 +216,37 @@ def once(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def votes_of(task: AnyTask, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
-    """Which completions of a prompt give the same answer: of each the place of the first that does, from 0, or None
-    where it gives none. A task says so with a method `votes(prompt, completions)`; else equal texts are equal answers,
-    but for white space around them. Raises ConfigError unless `votes` gives one per completion, an int or None."""
+    """For each completion the place, from 0, of the first one with the same answer; None for one without an answer. A
+    task may have its own `votes(prompt, completions)`; else equal texts are equal answers, white space around them
+    aside. Raises ConfigError unless `votes` returns an int or None for each completion."""
     if (own := getattr(task, "votes", None)) is not None:
         votes = list(own(prompt, completions))
         if len(votes) != len(completions) or not all(vote is None or isinstance(vote, int) for vote in votes):
-            raise ConfigError(f"{type(task).__name__}.votes returned {votes!r} for {len(completions)} completions of "
-                              f"the prompt {prompt.text[:80]!r}. Return one int or None for each.")
+            raise ConfigError(
+                f"{type(task).__name__}.votes returned {votes!r} for {len(completions)} completions. Return one int or "
+                "None for each."
+            )
         return votes
     first: dict[str, int] = {}
     return [first.setdefault(text.strip(), i) for i, text in enumerate(completions)]
 
 
 def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
-    """`task.reward(...)` as a float; ConfigError when it is no number in [0, 1], which would void the advantages."""
+    """`task.reward(...)` as a float. Raises ConfigError unless it is a number in [0, 1]."""
     reward = task.reward(prompt, completion)
     try:
         value = float(reward)
     except (TypeError, ValueError):
         value = math.nan
     if not 0.0 <= value <= 1.0:
+        name = getattr(task, "reward_name", f"{type(task).__name__}.reward")
         raise ConfigError(
-            f"{type(task).__name__}.reward returned {reward!r} for the completion {completion[:80]!r} of the prompt "
-            f"{prompt.text[:80]!r}. Return a number in [0, 1]."
+            f"{name} returned {reward!r} for {completion[:80]!r}, prompt {prompt.text[:80]!r}. Use numbers in [0, 1]."
         )
     return value
 
 
 def shortened(transcript: Transcript) -> str:
-    """A transcript for an error, its middle left out where it is long."""
+    """A transcript for an error, without the middle of a long one."""
     text = repr(list(transcript))
     return text if len(text) <= 300 else f"{text[:140]} … {text[-140:]}"

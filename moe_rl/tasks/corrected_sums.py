@@ -1,4 +1,4 @@
-"""Arithmetic with one correction turn: running sums, and a checker that says which digit is wrong."""
+"""Running sums with one correction turn: a checker names the wrong digit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from moe_rl.errors import ConfigError
+from moe_rl.registry import Share
 from moe_rl.tasks.base import Transcript
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt
@@ -13,22 +14,18 @@ from moe_rl.types import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectedSums(RunningSums):
-    """Running sums, answered once or twice: to a wrong answer the checker says where it is wrong, and asks again.
+    """Running sums, answered once or twice: after a wrong answer the checker names the first wrong digit.
 
     Example with modulus 10: `372=`, the policy `312`, the checker `2?` (the second digit), the policy `302`. A missing
-    or superfluous digit is wrong, too. Right at once earns 1, right after the correction `late`.
+    or superfluous digit is wrong, too. A right first answer earns 1, a right second one `late`.
     """
 
-    late: float = 0.5
-    """0 … 1."""
-    spoiled: float = 0.5
-    """The share of demonstrations that show the second turn, after an answer of which one digit is wrong."""
+    late: Share = 0.5
+    spoiled: Share = 0.5
+    """The share of demonstrations that show the second turn, after an answer with one wrong digit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("late", "spoiled"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"corrected_sums: {name}={getattr(self, name)} must be a share, from 0 to 1")
         if self.partial:
             raise ConfigError("corrected_sums: partial would reward an answer twice. Use late.")
 
@@ -37,7 +34,7 @@ class CorrectedSums(RunningSums):
         return Checker(prompt.answer or "", self.late)
 
     def demonstration(self, prompt: Prompt) -> list[str]:
-        """The answer or, of a share of the prompts, a wrong one, the checker's words, and the answer."""
+        """The answer or, for the `spoiled` share of prompts, a wrong one, the checker's reply, and the answer."""
         answer, rng = prompt.answer or "", random.Random(prompt.text)
         if rng.random() >= self.spoiled:
             return [answer]
@@ -49,19 +46,19 @@ class CorrectedSums(RunningSums):
 
 @dataclass(frozen=True)
 class Checker:
-    """Says once where an answer is wrong."""
+    """Names once the first wrong digit of an answer."""
 
     answer: str
     late: float
 
     def reply(self, transcript: Transcript) -> str | None:
         """`<n>?`, n the place of the first wrong digit, from 1; None after a right answer, and after the second."""
-        given = transcript[-1]
-        if given == self.answer or len(transcript) > 1:
+        text = transcript[-1]
+        if text == self.answer or len(transcript) > 1:
             return None
-        right = (a == b for a, b in zip(given, self.answer, strict=False))
-        return f"{next((i for i, same in enumerate(right) if not same), min(len(given), len(self.answer))) + 1}?"
+        right = (a == b for a, b in zip(text, self.answer, strict=False))
+        return f"{next((i for i, same in enumerate(right) if not same), min(len(text), len(self.answer))) + 1}?"
 
     def rewards(self, transcript: Transcript) -> list[float]:
-        """Of each turn: 1 where the first is right, `late` where the second is, else 0."""
+        """Per turn: 1 for a right first one, `late` for a right second one, else 0."""
         return [worth * (text == self.answer) for text, worth in zip(transcript[::2], (1.0, self.late), strict=False)]

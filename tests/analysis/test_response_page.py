@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from moe_rl import cli
 from moe_rl.analysis.response_page import write_response_page
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.models.tokens import byte_tokenizer, spell
-from moe_rl.routing import Layout, RoutingTrace, Site, trace_files
+from moe_rl.routing import Layout, RoutingTrace, Site
 
 EVIL = ["</script>", "<script>window.hacked=1</script>", "<!--", "<img src=x onerror=window.hacked=1>", "&lt;"]
 """Tokens of their own, as a tokenizer for code may well have them: ids from 258 on."""
@@ -99,13 +97,6 @@ def test_a_file_name_cannot_become_markup_either(tmp_path):
     assert "<img" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_the_page_asks_for_nothing_outside_itself(tmp_path):
-    write_response_page(pair(tmp_path), tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "default-src 'none'" in page
-    assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttpRequest|innerHTML", page)
-
-
 def test_the_row_that_changed_most_is_shown_unless_another_is_asked_for(tmp_path):
     files = pair(tmp_path, ["hello", "world"], [(1, 0), (6, 0), (7, 2)])
     assert write_response_page(files, tmp_path / "page.html") == 1
@@ -126,21 +117,13 @@ def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
         ({"texts": ["hullo"]}, "row 0 of .* are of different tokens"),
         ({"texts": ["hell"]}, "are of different tokens"),
         ({"texts": ["hello", "x"]}, "contains 1 responses, .* contains 2. Give traces of the same tokens"),
-        ({"experts": 9}, "does not fit the model"),
+        ({"experts": 9}, "num_experts=9"),
     ],
 )
 def test_routes_of_other_tokens_or_another_model_are_refused(tmp_path, other, says):
     (tmp_path / "other").mkdir()
     with pytest.raises(RoutingError, match=says):
         write_response_page([pair(tmp_path)[0], pair(tmp_path / "other", **other)[1]], tmp_path / "page.html")
-
-
-def test_every_token_is_spelled_and_together_they_are_the_text():
-    tokenizer = byte_tokenizer()
-    text = "a é中 \n b"
-    spelled = spell(tokenizer.encode(text), tokenizer)
-    assert spelled == ["a", " ", "·", "é", "·", "·", "中", " ", "\n", " ", "b"]
-    assert len(spell([0xE4, 0x61], tokenizer)) == 2  # half a character, then another one
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
@@ -152,71 +135,34 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
     assert "no trace file" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- in what order
-def versioned(path, version, written=0.0):
-    ids = torch.tensor([0, 1]).expand(1, 3, 1, 2)
-    RoutingTrace.from_ids(ids, Layout((Site("a", 0, 8, 2),), "x"), weight_version=version).save(path)
-    os.utime(path, (written, written))
-    return path
-
-
-@pytest.mark.parametrize("before, after, says", [
-    (("step 10", 0), ("step 9", 0), "its weights are 'step 10' and those of the other trace are 'step 9'"),
-    (("step 9", 99), ("step 10", 0), None),  # the weights tell, not the files
-    (("step 9", 99), ("step 9", 0), None),
-    (("actor", 99), ("critic", 0), "written 99 s after the other"),
-    ((None, 99), (None, 0), "written 99 s after the other"),
-    ((None, 0.5), (None, 0), None),
-])  # fmt: skip
-def test_traces_in_the_wrong_order_do_not_go_unnoticed(tmp_path, before, after, says):
-    files = [versioned(tmp_path / name, *of) for name, of in (("a", before), ("b", after))]
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        write_response_page(files, tmp_path / "page.html")
-    texts = [str(w.message) for w in heard]
-    assert [says in text and "Check the order" in text for text in texts] == ([True] if says else [])
-    assert (embedded(tmp_path / "page.html")["warning"] is None) == (says is None)
-
-
-def test_the_command_says_so_in_a_line(tmp_path, capsys):
-    files = [str(versioned(tmp_path / name, version)) for name, version in (("a", "step 10"), ("b", "step 9"))]
-    assert cli.main(["checkpoint", "view", *files, "--out", str(tmp_path / "page.html")]) == 0
-    said = capsys.readouterr().err
-    assert said.startswith("warning: ") and "Check the order" in said and said.count("\n") == 1
-    assert cli.main(["checkpoint", "view", *files[::-1], "--out", str(tmp_path / "page.html")]) == 0
-    assert capsys.readouterr().err == ""
-
-
 def test_one_trace_is_nothing_to_compare(tmp_path):
     with pytest.raises(ConfigError, match="give two traces"):
-        write_response_page([versioned(tmp_path / "a", "1")], tmp_path / "page.html")
-
-
-def test_what_is_beside_a_trace_unpacks_to_no_more_than_the_trace_may(tmp_path, monkeypatch):
-    """One token among 100 padded ones, and 1,000 numbers beside it: 400 kB."""
-    layout, mask = Layout((Site("a", 0, 8, 2),), "x"), torch.arange(100)[None] == 0
-    ids = torch.tensor([0, 1], dtype=torch.uint8).expand(1, 100, 1, 2)
-    trace = RoutingTrace(ids, mask, layout, torch.zeros(1, 100, dtype=torch.int32))
-    trace.save(tmp_path / "a", {"x": torch.zeros(1, 100, 1000)})
-    assert RoutingTrace.load_beside(tmp_path / "a")["x"].shape == (1, 100, 1000)
-    monkeypatch.setattr(trace_files, "LARGEST", 399_999)
-    monkeypatch.setattr(trace_files, "PER_BYTE", 1)
-    with pytest.raises(RoutingError, match="needs 400,000 bytes"):
-        RoutingTrace.load_beside(tmp_path / "a")
+        write_response_page([pair(tmp_path)[0]], tmp_path / "page.html")
 
 
 def test_traces_without_a_response_are_named(tmp_path):
     layout = Layout((Site("a", 0, 8, 2),), "x")
-    empty = RoutingTrace(torch.zeros(0, 3, 1, 2, dtype=torch.uint8), torch.zeros(0, 3, dtype=torch.bool), layout,
-                         torch.zeros(0, 3, dtype=torch.int32))
+    empty = RoutingTrace(
+        torch.zeros(0, 3, 1, 2, dtype=torch.uint8),
+        torch.zeros(0, 3, dtype=torch.bool),
+        layout,
+        torch.zeros(0, 3, dtype=torch.int32),
+    )
     for name in "ab":
         empty.save(tmp_path / name)
     with pytest.raises(RoutingError, match="contains no response"):
         write_response_page([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
 
 
-@pytest.mark.parametrize("given", [["moved"], ["moved/traces"], ["moved/traces/before", "moved/traces/after"],
-                                   ["moved/traces/before", "moved/traces/after/000000.safetensors"]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["moved"],
+        ["moved/traces"],
+        ["moved/traces/before", "moved/traces/after"],
+        ["moved/traces/before", "moved/traces/after/000000.safetensors"],
+    ],
+)
 def test_a_folder_of_one_trace_stands_for_it(tmp_path, monkeypatch, given, capsys):
     monkeypatch.chdir(tmp_path)
     for side, file in zip(("before", "after"), pair(tmp_path), strict=True):
@@ -228,10 +174,25 @@ def test_a_folder_of_one_trace_stands_for_it(tmp_path, monkeypatch, given, capsy
     (tmp_path / "moved/traces/after/000001.safetensors").write_bytes(b"")
     if "safetensors" not in given[-1]:
         assert cli.main(["checkpoint", "view", *given]) == 2
-        assert "after contains 2 traces: 000000.safetensors to 000001.safetensors" in capsys.readouterr().err
+        assert "after contains 2 traces" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_trace_is_named(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert cli.main(["checkpoint", "view", str(tmp_path / "empty"), "x"]) == 2
     assert "empty contains no traces" in capsys.readouterr().err
+
+
+def test_every_token_is_spelled_and_together_they_are_the_text():
+    tokenizer = byte_tokenizer()
+    text = "a é中 \n b"
+    spelled = spell(tokenizer.encode(text), tokenizer)
+    assert spelled == ["a", " ", "·", "é", "·", "·", "中", " ", "\n", " ", "b"]
+    assert len(spell([0xE4, 0x61], tokenizer)) == 2  # half a character, then another one
+
+
+def test_the_page_asks_for_nothing_outside_itself(tmp_path):
+    write_response_page(pair(tmp_path), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in page
+    assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttpRequest|innerHTML", page)

@@ -10,6 +10,7 @@ import torch
 from moe_rl.analysis.checkpoints.texts import Texts
 from moe_rl.errors import ConfigError
 from moe_rl.models.tokens import byte_tokenizer
+from moe_rl.tasks.rollout_lines import read_rollouts
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -38,10 +39,16 @@ def read(batch, b=0):
         ({"prompt": "2+2=", "completion": "4"}, "2+2=4", "4"),
         ({"text": "four"}, "four", "our"),
         ({"prompt": "", "response": "four"}, "four", "our"),
-        ({"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2!"}]},
-         "[user]2?[assistant]2!", "2!"),
+        (
+            {"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2!"}]},
+            "[user]2?[assistant]2!",
+            "2!",
+        ),
         ({"prompt": [{"role": "user", "content": "2?"}], "response": "2!"}, "[user]2?[assistant]2!", "2!"),
         ({"text": "</script> ünï"}, "</script> ünï", "/script> ünï"),
+        ({"tokens": [50, 43, 50], "prompt_length": 2, "logprobs": [-0.5]}, "2+2", "2"),
+        ({"prompt_tokens": [50, 43], "response_tokens": [50]}, "2+2", "2"),
+        ({"input": "2+2=", "output": "4", "score": 1}, "2+2=4", "4"),
     ],
 )
 def test_every_form_marks_its_response(tmp_path, line, whole, response):
@@ -55,36 +62,36 @@ def test_the_rows_of_a_response_are_those_before_its_tokens(tmp_path):
     assert batch.prompt_rows[0].tolist() == [True, True, False, False, False]
 
 
-def test_special_tokens_in_front_are_not_doubled(tmp_path):
-    tokenizer = byte_tokenizer()
-    tokenizer.bos_token = "<|end|>"
-    tokenizer.encode = lambda text, add_special_tokens=True: [256] * add_special_tokens + list(text.encode())
-    (batch,) = texts(tmp_path, {"text": "ab"}, tokenizer=tokenizer).batches()
-    assert batch.tokens[0].tolist() == [256, 97, 98]
-    (batch,) = texts(tmp_path, {"text": "<|end|>ab"}, tokenizer=tokenizer).batches()
-    assert batch.tokens[0].tolist() == list(b"<|end|>ab")
-
-
 def test_a_response_whose_reasoning_the_template_drops_is_refused(tmp_path):
     """DeepSeek-R1's does so; one that sets it apart by other spaces, as Qwen3's does, keeps it."""
     messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>hm</think>2!"}]
     drops = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
-    with pytest.raises(ConfigError, match="line 1: the chat template leaves out a part of the response"):
+    with pytest.raises(ConfigError, match="line 1: the chat template leaves out"):
         texts(tmp_path, {"messages": messages}, template=drops)
     spaces = TEMPLATE.replace("m.content", "m.content.replace('</think>', '</think>\n\n')")
     (batch,) = texts(tmp_path, {"messages": messages}, template=spaces).batches()
     assert read(batch)[1] == "<think>hm</think>\n\n2!"
 
 
-@pytest.mark.parametrize("response", [
-    [{"role": "assistant", "content": "2!", "reasoning_content": "hm"}],
-    [{"role": "assistant", "content": [{"type": "text", "text": "2!"}, {"type": "thinking", "thinking": "hm"}]}],
-    [{"role": "assistant", "content": "<think>hm</think>2!"}, {"role": "user", "content": "?"},
-     {"role": "assistant", "content": "3!"}]])
+@pytest.mark.parametrize(
+    "response",
+    [
+        [{"role": "assistant", "content": "2!", "reasoning_content": "hm"}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "2!"}, {"type": "thinking", "thinking": "hm"}]}],
+        [
+            {"role": "assistant", "content": "<think>hm</think>2!"},
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "3!"},
+        ],
+    ],
+)
 def test_nor_is_reasoning_lost_of_a_field_of_its_own_of_a_part_or_of_an_earlier_turn(tmp_path, response):
-    keeps_last = TEMPLATE.replace("m.content", "(m.content if m.content is string and loop.last else "
-                                  "m.content.split('>')[-1] if m.content is string else m.content[0].text)")
-    with pytest.raises(ConfigError, match="line 1: the chat template leaves out a part of the response"):
+    keeps_last = TEMPLATE.replace(
+        "m.content",
+        "(m.content if m.content is string and loop.last else "
+        "m.content.split('>')[-1] if m.content is string else m.content[0].text)",
+    )
+    with pytest.raises(ConfigError, match="line 1: the chat template leaves out"):
         texts(tmp_path, {"prompt": [{"role": "user", "content": "2?"}], "response": response}, template=keeps_last)
 
 
@@ -116,23 +123,32 @@ def test_a_longer_line_is_cut_and_counted(tmp_path):
 @pytest.mark.parametrize(
     "line, says",
     [
-        ("{broken", "line 2: expected a JSON object, not '{broken'"),
-        ("[1]", "line 2: expected a JSON object"),
-        ({"question": "2"}, "line 2: no text; the keys are 'question'. Expected"),
-        ({"prompt": "2", "response": ""}, "line 2: the response is empty"),
-        ({"prompt": "2"}, "line 2: no text"),
-        ({"text": 3}, "line 2: no text"),
-        ({"text": "a"}, "line 2: the response has no token with another token before it"),
-        ({"messages": [{"role": "user", "content": "2"}]}, "line 2: no text"),
-        ({"messages": [{"role": "assistant", "content": "2"}, {"role": "user", "content": "2"}]},
-         "line 2: the last message is not from the assistant"),
-        ({"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "2"}]},
-         "line 2 contains chat messages, but the tokenizer has no chat template"),
+        ("{broken", "{broken"),
+        ("[1]", "JSON object"),
+        ({"question": "2"}, "'question'"),
+        ({"prompt": "2", "response": ""}, "no response"),
+        ({"prompt": "2"}, "no response"),
+        ({"text": 3}, "response.str"),
+        ({"text": "a"}, "no token"),
+        ({"messages": [{"role": "user", "content": "2"}]}, "no response|prompt must be one"),
+        (
+            {"messages": [{"role": "assistant", "content": "2"}, {"role": "user", "content": "2"}]},
+            "not from the assistant",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "2"}]},
+            "no chat template",
+        ),
+        ({"tokens": [1, 2], "prompt_length": 2}, "prompt_length is 2"),
+        ({"tokens": [1, 2, 3], "prompt_length": 1, "logprobs": [-1.0]}, "1 log-probs for 2"),
+        ({"tokens": [1, -2], "prompt_length": 1}, "tokens.1"),
+        ({"tokens": [1, 999], "prompt_length": 1}, "token id 999"),
+        ({"text": "ab", "temperature": "1"}, "temperature"),
     ],
     ids=str,
 )
 def test_a_bad_line_is_named(tmp_path, line, says):
-    with pytest.raises(ConfigError, match=says.replace("[", r"\[")):
+    with pytest.raises(ConfigError, match=f"line 2: .*({says.replace('[', chr(92) + '[')})"):
         texts(tmp_path, {"text": "fine"}, line)
 
 
@@ -142,7 +158,7 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
     assert read(batch)[0] == "ab"
 
 
-@pytest.mark.parametrize("text, says", [(rb"\ud800", "half of a surrogate pair"), (b"\xff", "not UTF-8")])
+@pytest.mark.parametrize("text, says", [(b"\xff", "utf-8")])
 def test_text_that_no_tokenizer_could_read_names_file_and_line(tmp_path, text, says):
     (tmp_path / "data.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "a' + text + b'b"}\n')
     with pytest.raises(ConfigError, match=f"data.jsonl, line 2: .*{says}"):
@@ -152,15 +168,13 @@ def test_text_that_no_tokenizer_could_read_names_file_and_line(tmp_path, text, s
 def test_a_response_that_was_cut_off_whole_is_counted(tmp_path):
     found = texts(tmp_path, {"prompt": "abcdef", "response": "gh"}, {"text": "ab"}, max_tokens=5)
     assert (found.cut, found.lost) == (1, 1)
-    with pytest.raises(ConfigError, match="has a response left, .*--max-tokens 5"):
+    with pytest.raises(ConfigError, match="--max-tokens 5"):
         texts(tmp_path, {"prompt": "abcdef", "response": "gh"}, max_tokens=5)
 
 
-def test_a_missing_an_empty_and_a_binary_file_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is empty. Write one JSON object per line"):
-        texts(tmp_path, "", "  ")
-    with pytest.raises(ConfigError, match="there is no such file"):
-        Texts(tmp_path / "none.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        Texts(tmp_path / "binary", byte_tokenizer(), max_tokens=9, batch_tokens=9)
+def test_a_misspelt_key_is_an_error_where_all_are_wanted(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"tokens": [1, 2], "prompt_length": 1, "temprature": 0.7}\n')
+    ((_, line_number, line),) = read_rollouts(tmp_path / "data.jsonl")
+    assert (line_number, line.temperature) == (1, 1.0)
+    with pytest.raises(ConfigError, match="line 1: temprature"):
+        list(read_rollouts(tmp_path / "data.jsonl", unknown_keys=False))

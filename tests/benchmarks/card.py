@@ -19,13 +19,23 @@ def card(device: torch.device) -> str:
     if device.type == "cpu":
         return f"**Dry run on a CPU ({platform.machine()})**, {versions}: no number of it means anything"
     try:
-        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                                capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()  # fmt: skip
+        driver = (
+            subprocess.run(
+                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            .stdout.split("\n")[0]
+            .strip()
+        )
     except (OSError, subprocess.CalledProcessError):
         driver = "unknown (no nvidia-smi)"
     found = torch.cuda.get_device_properties(device)
-    return (f"**{found.name}**, {found.total_memory / 1e9:.0f} GB, driver {driver}, {versions}, CUDA "
-            f"{torch.version.cuda}, transformers {transformers.__version__}")  # fmt: skip
+    return (
+        f"**{found.name}**, {found.total_memory / 1e9:.0f} GB, driver {driver}, {versions}, CUDA "
+        f"{torch.version.cuda}, transformers {transformers.__version__}"
+    )
 
 
 def seconds(action: Callable[[], object], device: torch.device) -> float:

@@ -1,6 +1,6 @@
 """Ours against TRL: alternating processes, median of the pairs' ratios.
 
-    python tests/benchmarks/compare.py --trl-python trl-env/bin/python
+python tests/benchmarks/compare.py --trl-python trl-env/bin/python
 """
 
 from __future__ import annotations

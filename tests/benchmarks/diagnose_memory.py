@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from moe_rl.analysis.diagnose import diagnose
-from moe_rl.analysis.diagnose.hypotheses import cast_to
+from moe_rl.analysis.diagnose.forwards import STATED, measure_agreement, score
 from moe_rl.analysis.diagnose.responses import Rollouts
-from moe_rl.analysis.diagnose.route_faults import Reported, find_faults
-from moe_rl.analysis.diagnose.scoring import STATED, measure_agreement, score
+from moe_rl.analysis.diagnose.routes import Reported, find_faults
+from moe_rl.analysis.diagnose.scopes import cast_to
 from moe_rl.routing import layout_of
-from tests.analysis.broken_engines import Bench
+from tests.benchmarks.broken_engines import Engine
 from tests.conftest import build
 
 
@@ -39,7 +39,7 @@ def peak(mode: str, *arguments: str) -> float:
 def memory() -> None:
     with tempfile.TemporaryDirectory() as folder:
         short = Path(folder) / "short.jsonl"
-        entries = Bench("qwen3_moe", count=64).honest()
+        entries = Engine("qwen3_moe", count=64).honest()
         for count in (250, 500, 1000):
             with short.open("w") as out:
                 for i in range(count):
@@ -55,8 +55,11 @@ def memory() -> None:
         began = time.time()
         for more in ((), ("--forwards",)):
             used = peak("wide", str(wide), *more)
-            print(f"read and held against as many natural ones, {' '.join(more)} peak MB: {used}, "
-                  f"{time.time() - began:.0f} s", flush=True)
+            print(
+                f"read and held against as many natural ones, {' '.join(more)} peak MB: {used}, "
+                f"{time.time() - began:.0f} s",
+                flush=True,
+            )
         for looked_at in (1, 3):
             began = time.time()
             used = peak("deep", str(few), str(looked_at))
@@ -65,9 +68,20 @@ def memory() -> None:
 
 def deep_model() -> torch.nn.Module:
     """48 layers of 64 experts, top-8, as narrow as they come."""
-    return build("qwen3_moe", num_hidden_layers=48, num_experts=64, num_experts_per_tok=8, hidden_size=16, head_dim=8,
-                 num_attention_heads=1, num_key_value_heads=1, moe_intermediate_size=8, intermediate_size=8,
-                 vocab_size=16, max_position_embeddings=4096)
+    return build(
+        "qwen3_moe",
+        num_hidden_layers=48,
+        num_experts=64,
+        num_experts_per_tok=8,
+        hidden_size=16,
+        head_dim=8,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        moe_intermediate_size=8,
+        intermediate_size=8,
+        vocab_size=16,
+        max_position_embeddings=4096,
+    )
 
 
 def long_responses(count: int) -> list[dict]:
@@ -76,7 +90,7 @@ def long_responses(count: int) -> list[dict]:
     for _ in range(count):
         tokens = draw.integers(0, 16, 4000).tolist()
         entry = {"tokens": tokens, "prompt_length": 500, "logprobs": [-1.0] * 3500}
-        scores = score(model, Rollouts([entry], layout_of(model), vocabulary=16).responses, keep_routes=True)
+        scores = score(model, Rollouts([entry], layout_of(model), vocabulary=16).responses)
         ids = scores.routes[0].astype(np.uint8)
         routes = {"data": base64.b64encode(ids.tobytes()).decode(), "shape": ids.shape, "dtype": "uint8"}
         entries.append(entry | {"logprobs": scores.logprobs[STATED].tolist(), "routes": routes})
@@ -96,7 +110,7 @@ def main() -> None:
         memory()
         return
     if options.what == "short":
-        diagnose(options.file, Bench("qwen3_moe").model)
+        diagnose(options.file, Engine("qwen3_moe").model)
     elif options.what == "deep":
         diagnose(options.file, deep_model(), responses=options.responses)
     else:  # what the routes of 128 take, with forwards of two of them alone: those of 128 take half an hour
@@ -106,8 +120,8 @@ def main() -> None:
         natural = [r.ids.copy() for r in read]
         for dtype in (torch.float32, torch.bfloat16) if options.forwards else ():
             with cast_to(dtype)(model) as twin:
-                score(twin, read[:2], keep_routes=True)
-        find_faults(Reported(read, natural, [], layout, measure_agreement(natural, natural)))
+                score(twin, read[:2])
+        find_faults(Reported(read, natural, [], layout, float(measure_agreement(natural, natural).mean())))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 
 

@@ -35,8 +35,33 @@ from moe_rl.routing import Layout, RoutingTrace, Site
 
 LAYERS, TOKENS = (1, 2, 4), list(range(5))
 CODES = {"uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "int32": "i", "int64": "q"}
-HOSTILE = (None, -1, 0, 1, 2**31, 2**63, 10**30, 0.5, float("nan"), float("inf"), "", "x", "uint8", "object", "<f4",
-           b"", True, [], [[]], {}, [10**9, 10**9, 10**9], [0, 0, 0], [-1, 5, 2], (4, 5), "4x5x2")  # fmt: skip
+HOSTILE = (
+    None,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "uint8",
+    "object",
+    "<f4",
+    b"",
+    True,
+    [],
+    [[]],
+    {},
+    [10**9, 10**9, 10**9],
+    [0, 0, 0],
+    [-1, 5, 2],
+    (4, 5),
+    "4x5x2",
+)
 
 
 def layout(experts: int, k: int) -> Layout:
@@ -51,13 +76,11 @@ def payloads(rng: random.Random, experts: int, k: int) -> tuple[str, Any, dict]:
         ids[rng.randrange(4)] = [[-1] * k] * 5
     array, dtype = np.array(ids), "int16" if experts > 127 else rng.choice(("int8", "int16", "int32"))
     raw = base64.b64encode(array.astype(dtype).astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
-    form = rng.choice(("list", "array", "pair", "npy", "flat", "told", "nemo", "packed", "apart", "beside"))
+    form = rng.choice(("list", "array", "npy", "flat", "told", "packed", "apart", "beside"))
     if form == "list":
         return form, ids, {}
     if form == "array":
         return form, array.astype(dtype), {}
-    if form == "pair":
-        return form, (array[:2], array[2:]), {}
     if form == "npy":
         file = io.BytesIO()
         np.save(file, array.astype(dtype))
@@ -66,17 +89,20 @@ def payloads(rng: random.Random, experts: int, k: int) -> tuple[str, Any, dict]:
         return form, raw, {"dtype": dtype}
     if form == "told":
         return form, {"data": raw, "shape": [4, 5, k], "dtype": dtype, "start": 0}, {}
-    if form == "nemo":
-        return form, f"nrlre1:{dtype}:4x5x{k}:{raw}", {}
-    weights = np.array([[[rng.random() + 0.01 if layer in LAYERS else 0 for _ in range(k)] for layer in range(5)]
-                        for _ in range(4)], np.float32)  # fmt: skip
+    weights = np.array(
+        [[[rng.random() + 0.01 if layer in LAYERS else 0 for _ in range(k)] for layer in range(5)] for _ in range(4)],
+        np.float32,
+    )
     if form == "apart":
         data = {"data": base64.b64encode(weights.tobytes()).decode(), "dtype": "float32"}
         return form, ids, {"gates": rng.choice((data, weights, weights.tolist()))}
     if form == "beside":
         data = {"data": base64.b64encode(weights.tobytes()).decode(), "dtype": "float32"}
-        return form, {"data": raw, "shape": [4, 5, k], "dtype": dtype, "start": 0, "format_version": 1,
-                      "weights": data}, {}
+        return (
+            form,
+            {"data": raw, "shape": [4, 5, k], "dtype": dtype, "start": 0, "weights": data},
+            {},
+        )
     both = np.concatenate([array.astype(np.int32), weights.view(np.int32)], 2)
     data = base64.b64encode(both.tobytes()).decode()
     return form, {"data": data, "shape": [4, 5, 2 * k], "dtype": "int32", "start": 0}, {}
@@ -155,11 +181,6 @@ def plainly(payload: Any, dtype: str, k: int) -> list[int]:
         data = payload.get("data") if payload.get("data") is not None else payload.get("routed_experts")
         told = payload.get("dtype") if payload.get("dtype") is not None else payload.get("routed_experts_dtype")
         return plainly(data, dtype if told is None else str(told), k)
-    if isinstance(payload, tuple):
-        return [number for part in payload for number in plainly(part, dtype, k)]
-    if isinstance(payload, str) and payload.startswith("nrlre1:"):
-        _, dtype, _, data = payload.split(":", 3)
-        return plainly(data, dtype, k)
     if isinstance(payload, str | bytes):
         raw = base64.b64decode(payload) if isinstance(payload, str) else payload
         if not raw.startswith(b"\x93NUMPY"):
@@ -175,23 +196,32 @@ def plainly(payload: Any, dtype: str, k: int) -> list[int]:
         return numbers if "'fortran_order': False" in header else []  # a damaged word, and another order
     if isinstance(payload, np.ndarray):
         return [int(x) for x in payload.reshape(-1)]
-    if isinstance(payload, list):
+    if isinstance(payload, list | tuple):
         return [number for part in payload for number in plainly(part, dtype, k)]
     return [int(payload)]
 
 
 def require_plain(trace: RoutingTrace, payload: Any, more: dict, experts: int, k: int) -> None:
     """What was accepted is a possible routing, and what stands in the payload."""
-    numbers, width = plainly(payload, more.get("dtype", "int32"), k), k
-    if not numbers:
-        return
-    if trace.gates is not None and "gates" not in more and not (isinstance(payload, dict) and payload.get("weights")):
-        width = 2 * k
+    width = (
+        2 * k
+        if trace.gates is not None
+        and "gates" not in more
+        and not (isinstance(payload, dict) and payload.get("weights"))
+        else k
+    )
     ids = trace.ids()[0].tolist()
-    rows = [numbers[i : i + width] for i in range(0, len(numbers), width)]
     said = (payload.get("start") or 0) if isinstance(payload, dict) else 0
-    layers, first = next((n, at) for n in (5, 3) for count, at in ((4 - said, said), (4, 0), (5, 0))
-                         if n * count == len(rows))
+    layouts = [(n, first, n * count) for n in (5, 3) for count, first in ((4 - said, said), (4, 0), (5, 0))]
+    for dtype in [more["dtype"]] if more.get("dtype") else ["int32", "uint8", "uint16", "int64"]:  # else by its bytes
+        if not (numbers := plainly(payload, dtype, k)):
+            return
+        rows = [numbers[i : i + width] for i in range(0, len(numbers), width)]
+        if fits := [(n, first) for n, first, count in layouts if count == len(rows)]:
+            layers, first = fits[0]
+            break
+    else:
+        raise AssertionError(f"no dtype makes rows of {payload}")
     for t, token in enumerate(ids):
         for s, used in enumerate(token):
             if used[0] >= 0:
@@ -227,7 +257,7 @@ def one_payload(rng: random.Random) -> str:
 
 # ---------------------------------------------------------------------- files
 def honest_files(folder: Path) -> list[tuple[bytes, RoutingTrace]]:
-    """Some of every kind: 1 byte per id, 1 with bits, 2; with and without weights and versions."""
+    """Some of every kind: 1 and 2 bytes per id, with and without weights."""
     found = []
     for experts, k in ((8, 2), (256, 2), (600, 3)):
         for rich in (False, True):
@@ -236,8 +266,13 @@ def honest_files(folder: Path) -> list[tuple[bytes, RoutingTrace]]:
             ids = torch.rand(2, 4, 3, experts, generator=generator).argsort(-1)[..., :k]
             ids[~mask] = -1
             ids[0, 3] = -1
-            trace = RoutingTrace.from_ids(ids, layout(experts, k), tokens=torch.arange(8).view(2, 4) * mask,
-                                          attention_mask=mask, weight_version="step 3")  # fmt: skip
+            trace = RoutingTrace.from_ids(
+                ids,
+                layout(experts, k),
+                tokens=torch.arange(8).view(2, 4) * mask,
+                attention_mask=mask,
+                weight_version="step 3",
+            )
             if rich:
                 one, two = trace.rows(slice(0, 1)), trace.rows(slice(1, 2))
                 trace = RoutingTrace.cat([one, replace(two, weight_version="step 4")], trace.tokens, mask, mixed=True)
@@ -262,17 +297,12 @@ def one_file(rng: random.Random, honest: list[tuple[bytes, RoutingTrace]], path:
     if head + tail == raw:
         return "file untouched"
     path.write_bytes(head + tail)
-    part = {"rows": slice(0, 1), "sites": slice(1, 3)} if rng.random() < 0.2 else {}
     try:
-        found = RoutingTrace.load(path, **part)
+        found = RoutingTrace.load(path)
     except RoutingError:
         return "file refused"
-    if part:  # no sums of parts: what ids can be
-        ids = found.ids()[found.known]
-        assert bool((ids.sort(-1).values.diff() > 0).all()) and ids.max() < found.layout.sites[0].num_experts
-        return "part of a file accepted"
-    same = found == saved and found.segments(0) == saved.segments(0) and found.versions == saved.versions
-    assert same and torch.equal(found.tokens, saved.tokens) and found.weight_version == saved.weight_version, raw
+    assert found == saved and torch.equal(found.tokens, saved.tokens), raw
+    assert found.weight_version == saved.weight_version, raw
     return "file accepted, as it was saved"
 
 
@@ -283,12 +313,27 @@ def reworded(rng: random.Random, raw: bytes) -> bytes:
     name = rng.choice(list(header))
     if name == "__metadata__":
         key = rng.choice(list(header[name]))
-        header[name][key] = rng.choice(("", "null", "-1", "2", "1e999", "[]", "{}", '["a"]', "[" * 2000, "9" * 30,
-                                        header[name][key].replace("2", "1000000"), header[name][key].replace("8", "9")))
+        header[name][key] = rng.choice(
+            (
+                "",
+                "null",
+                "-1",
+                "2",
+                "1e999",
+                "[]",
+                "{}",
+                '["a"]',
+                "[" * 2000,
+                "9" * 30,
+                header[name][key].replace("2", "1000000"),
+                header[name][key].replace("8", "9"),
+            )
+        )
     else:
         key = rng.choice(list(header[name]))
-        header[name][key] = rng.choice((["U8", "F32", "I64", "BF16", "F8_E4M3"][rng.randrange(5)], [1, 1], [2**40, 2],
-                                        [0, 2**50], []))  # fmt: skip
+        header[name][key] = rng.choice(
+            (["U8", "F32", "I64", "BF16", "F8_E4M3"][rng.randrange(5)], [1, 1], [2**40, 2], [0, 2**50], [])
+        )
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + raw[8 + size :]
 

@@ -74,11 +74,15 @@ def olmoe(sizes: Sizes, device: torch.device, layers: int | None, peak: float) -
     model = random_model("olmoe", settings, device)
     count, built, whole = sum(p.numel() for p in model.parameters()), settings["num_hidden_layers"], sizes.olmoe
     name = f"OLMoE-1B-7B, {built} of {whole['num_hidden_layers']} layers"
-    yield name, f"{count / 1e6:,.4g} M parameters, bfloat16, {sizes.rows} rows of {sizes.tokens} tokens, " \
-                f"{sizes.micro_batch_tokens} in a forward, activation checkpointing"
+    yield (
+        name,
+        f"{count / 1e6:,.4g} M parameters, bfloat16, {sizes.rows} rows of {sizes.tokens} tokens, "
+        f"{sizes.micro_batch_tokens} in a forward, activation checkpointing",
+    )
     batch = random_batch(sizes.rows, sizes.tokens, settings["vocab_size"])
-    policy = HFPolicy(model, Optimizer(lr=1e-6), micro_batch_tokens=sizes.micro_batch_tokens,
-                      activation_checkpointing="non-reentrant")
+    policy = HFPolicy(
+        model, Optimizer(lr=1e-6), micro_batch_tokens=sizes.micro_batch_tokens, activation_checkpointing="non-reentrant"
+    )
     old = policy.score(batch)
     for title, replayed in (("live", False), ("under replay", True)):
         part = weighed(batch, old, replayed)
@@ -164,8 +168,10 @@ def gap(model: torch.nn.Module, prompts: list[Prompt], asked: Sampling, sizes: S
     change = route_change(batch.rollout_routes.ids(), scored.routes.ids(), response_rows(batch)).row()
     log_ratio = (scored.logprobs - batch.rollout_logprobs)[batch.response_mask].double()
     kl = (log_ratio.exp() - 1 - log_ratio).mean().item()
-    return (f"k3 KL {kl:.2g} nats per token, largest gap of a log-prob {log_ratio.abs().max().item():.2g} nats, "
-            f"expert change rate {change['expert_change_rate']:.2%}, any change rate {change['any_change_rate']:.2%}")
+    return (
+        f"k3 KL {kl:.2g} nats per token, largest gap of a log-prob {log_ratio.abs().max().item():.2g} nats, "
+        f"expert change rate {change['expert_change_rate']:.2%}, any change rate {change['any_change_rate']:.2%}"
+    )
 
 
 def vllm_rate(model: torch.nn.Module, prompts: list[Prompt], asked: Sampling, count: int, device: torch.device) -> str:
@@ -176,17 +182,22 @@ def vllm_rate(model: torch.nn.Module, prompts: list[Prompt], asked: Sampling, co
         import vllm  # noqa: F401
     except ImportError:
         return "not run: vLLM is not installed here"
+    from moe_rl.integrations.shards import checkpoint_weights, describe
     from moe_rl.integrations.vllm.engine import VLLMEngine
-    from moe_rl.models.shards import checkpoint_weights, describe
     from moe_rl.models.tokens import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
         describe(model, tokenizer, Path(folder))
-        engine = VLLMEngine(Path(folder), tokenizer, dtype="bfloat16", memory=0.4,
-                            max_tokens=len(prompts[0].tokens) + asked.max_new_tokens)
+        engine = VLLMEngine(
+            Path(folder),
+            tokenizer,
+            dtype="bfloat16",
+            memory=0.4,
+            max_tokens=len(prompts[0].tokens) + asked.max_new_tokens,
+        )
         try:
-            engine.push(engine.hold(checkpoint_weights(engine.model, model.state_dict().items())))
+            engine.push(checkpoint_weights(engine.model, model.state_dict().items()))
             lengths: list[int] = []
 
             def draw() -> None:
@@ -205,8 +216,9 @@ def deep(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, str]]:
     model = random_model("qwen3_moe", sizes.deep, device)
     count = sum(p.numel() for p in model.parameters())
     batch = random_batch(sizes.rows, sizes.tokens, sizes.deep["vocab_size"])
-    policy = HFPolicy(model, Optimizer(lr=1e-6), micro_batch_tokens=sizes.micro_batch_tokens,
-                      activation_checkpointing="non-reentrant")
+    policy = HFPolicy(
+        model, Optimizer(lr=1e-6), micro_batch_tokens=sizes.micro_batch_tokens, activation_checkpointing="non-reentrant"
+    )
     other = HFPolicy(model, Optimizer(lr=1e-6), micro_batch_tokens=sizes.micro_batch_tokens // 2)
     yield f"{sizes.deep['num_hidden_layers']} layers, random", f"{count / 1e6:,.4g} M parameters, bfloat16, lr 1e-6"
     rows, natural = response_rows(batch), policy.score(batch)
@@ -215,14 +227,19 @@ def deep(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, str]]:
         return route_change(before.routes.ids(), after.routes.ids(), rows).row()
 
     def told(found: list[dict[str, float]]) -> str:
-        cells = [f"{name.replace('_', ' ')} {statistics.median(f[name] for f in found):.2%}"
-                 for name in ("expert_change_rate", "any_change_rate", "any_layer_change")]  # fmt: skip
+        cells = [
+            f"{name.replace('_', ' ')} {statistics.median(f[name] for f in found):.2%}"
+            for name in ("expert_change_rate", "any_change_rate", "any_layer_change")
+        ]
         return ", ".join(cells)
 
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
     permuted = policy.score(batch.rows(order)).rows(order.argsort(), batch.tokens.shape[1])
-    for title, again in (("again", policy.score(batch)), ("rows permuted", permuted),
-                         ("half the tokens in a forward", other.score(batch))):
+    for title, again in (
+        ("again", policy.score(batch)),
+        ("rows permuted", permuted),
+        ("half the tokens in a forward", other.score(batch)),
+    ):
         yield f"noise floor: {title}", told([change(natural, again)])
     found, moved = [], []
     for _ in range(sizes.updates):
@@ -246,14 +263,18 @@ def metrics(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, str]]:
     changed = torch.rand(before.shape[:3], device=device) < 0.1
     after = before.where(~changed[..., None], before.roll(7, 1))
     mask = torch.ones(rows, 1024, dtype=torch.bool, device=device)
-    for name, call in (("route_change", lambda: route_change(before, after, mask)),
-                       ("load_statistics", lambda: load_statistics(before, experts, mask))):
+    for name, call in (
+        ("route_change", lambda: route_change(before, after, mask)),
+        ("load_statistics", lambda: load_statistics(before, experts, mask)),
+    ):
         free(device)
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         spent = median(call, device, sizes.repeats)
         grown = torch.cuda.max_memory_allocated(device) - held if device.type == "cuda" else 0
-        yield f"{name}: {sizes.compared / 1e6:.2g} M tokens, {layers} layers, {k} of {experts} experts", (
-            f"{spent * 1e3:.3g} ms, {grown / 1e9:.3g} GB beside the traces")
+        yield (
+            f"{name}: {sizes.compared / 1e6:.2g} M tokens, {layers} layers, {k} of {experts} experts",
+            (f"{spent * 1e3:.3g} ms, {grown / 1e9:.3g} GB beside the traces"),
+        )
 
 
 if __name__ == "__main__":

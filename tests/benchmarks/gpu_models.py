@@ -13,20 +13,48 @@ from moe_rl.rollouts.batches import collate
 from moe_rl.types import Batch, Prompt, Rollout, Scored
 
 OLMOE = {
-    "vocab_size": 50_304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
-    "max_position_embeddings": 4096, "tie_word_embeddings": False, "eos_token_id": 50_279, "pad_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 50_304,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "eos_token_id": 50_279,
+    "pad_token_id": 1,
+}
 """allenai/OLMoE-1B-7B: 6.9 B parameters, of which a token uses 1.3 B."""
 DEEP = {
-    "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 384,
-    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32,
-    "num_experts_per_tok": 4, "norm_topk_prob": True, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-    "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 """A Qwen3-MoE as deep as Qwen3-30B-A3B: 2 B parameters."""
-TINY = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4, "num_experts": 8,
-        "num_experts_per_tok": 2, "eos_token_id": 1, "pad_token_id": 0}  # fmt: skip
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -73,10 +101,13 @@ def random_batch(rows: int, tokens: int, vocabulary: int) -> Batch:
     """The second half of each row is a response; advantages are normal."""
     generator, half = torch.Generator().manual_seed(0), tokens // 2
     drawn = torch.randint(3, vocabulary, (rows, tokens), generator=generator).tolist()
-    rollouts = [Rollout(Prompt("", tokens=tuple(r[:half])), tuple(r[half:]), torch.zeros(tokens - half), "", True)
-                for r in drawn]  # fmt: skip
+    rollouts = [
+        Rollout(Prompt("", tokens=tuple(r[:half])), tuple(r[half:]), torch.zeros(tokens - half), "", True)
+        for r in drawn
+    ]
     batch = collate(rollouts, list(range(rows)), [0.0] * rows, 0)
-    return replace(batch, advantages=torch.randn(rows, generator=generator)[:, None].where(batch.response_mask, 0))
+    advantages = torch.randn(rows, generator=generator)[:, None].where(batch.response_mask, 0)
+    return Batch(**vars(batch), old_logprobs=torch.zeros_like(advantages), advantages=advantages)
 
 
 GRPO = objective_of(Arm(name="grpo"))

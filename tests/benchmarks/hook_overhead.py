@@ -28,8 +28,14 @@ from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 
-SIZE = {"vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 8, "num_experts_per_tok": 4, "eos_token_id": 62,
-        "pad_token_id": 63}  # fmt: skip
+SIZE = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "num_hidden_layers": 8,
+    "num_experts_per_tok": 4,
+    "eos_token_id": 62,
+    "pad_token_id": 63,
+}
 FAMILIES = {
     "qwen3_moe": {"num_local_experts": 32, "moe_intermediate_size": 64, "head_dim": 32},
     "olmoe": {"num_experts": 32, "intermediate_size": 64},

@@ -30,14 +30,31 @@ from moe_rl.integrations.megatron.layout import Parallel
 from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
 from moe_rl.rollouts.batches import collate
-from moe_rl.types import Prompt, Rollout
+from moe_rl.types import Batch, Prompt, Rollout
 from tests.integrations.megatron_layouts import of_ranks
 
-SHAPE = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32,
-         "num_key_value_heads": 4, "num_local_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
-         "intermediate_size": 512, "tie_word_embeddings": False}  # fmt: skip
-DEEPSEEK = {"v_head_dim": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "kv_lora_rank": 64,
-            "num_key_value_heads": 8, "n_group": 1, "topk_group": 1}  # fmt: skip
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+    "num_key_value_heads": 4,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK = {
+    "v_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "kv_lora_rank": 64,
+    "num_key_value_heads": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
 ROWS, TOKENS, MICRO_BATCH = 32, 65, 4
 
 
@@ -52,8 +69,10 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {"WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    print(f"{args.family}, {ROWS} rows of {TOKENS} tokens, micro-batches of {MICRO_BATCH}; MB = 10^6 bytes; "
-          "measured / formula")
+    print(
+        f"{args.family}, {ROWS} rows of {TOKENS} tokens, micro-batches of {MICRO_BATCH}; MB = 10^6 bytes; "
+        "measured / formula"
+    )
     print(f"{'layout':10} {'state':>17} {'peak':>6} {'routes':>13} {'dispatch':>15} {'gradients':>15} {'weights':>13}")
     for name in of_ranks(args.ranks):  # a process has one peak in its life: each layout gets processes of its own
         start_processes(one, (name, args.family), args.ranks, start_method="fork")
@@ -71,8 +90,9 @@ def one(rank: int, name: str, family: str) -> None:
     before = resident("VmRSS")
     received: Counter[str] = Counter()
     listen(received)
-    model = load(ModelConfig(name=f"{family}-tiny", overrides=SHAPE | (DEEPSEEK if family == "deepseek_v3" else {})),
-                 seed=0).model  # fmt: skip
+    model = load(
+        ModelConfig(name=f"{family}-tiny", overrides=SHAPE | (DEEPSEEK if family == "deepseek_v3" else {})), seed=0
+    ).model
     numbers = {name: tensor.numel() for name, tensor in model.state_dict().items()}
     experts = sum(n for name, n in numbers.items() if ".mlp.experts." in name)
     config = model.config
@@ -87,7 +107,7 @@ def one(rank: int, name: str, family: str) -> None:
 
     scored, score = during(lambda: policy.score(batch))
     objective = objective_of(Arm(name="grpo"))
-    part = objective.attach_weights(batch.__class__(**{**vars(batch), "old_logprobs": scored.logprobs}))
+    part = objective.attach_weights(replace(batch, old_logprobs=scored.logprobs))
     _, update = during(lambda: policy.update(part, objective))
     _, pushed = during(lambda: [None for _ in policy.weights()])
 
@@ -102,8 +122,11 @@ def one(rank: int, name: str, family: str) -> None:
         (resident("VmHWM") - before, None),
         (score["routes"], tokens * sites * k * (1 - 1 / ranks.world())),
         (score["dispatch"], 2 * half),
-        (update["gradients"], 4 * (rest / (p.tp * p.pp) if p.dp > 1 else 0)
-         + 4 * (experts / (p.pp * p.ep * etp) if p.dp * p.tp > p.ep * etp else 0)),
+        (
+            update["gradients"],
+            4 * (rest / (p.tp * p.pp) if p.dp > 1 else 0)
+            + 4 * (experts / (p.pp * p.ep * etp) if p.dp * p.tp > p.ep * etp else 0),
+        ),
         (sum(pushed.values()), 4 * (sum(numbers.values()) - held)),
     ]
     largest = ranks.gather([measured for measured, _ in columns])
@@ -136,11 +159,12 @@ def rollouts(vocabulary: int):
     made = []
     for _ in range(ROWS):
         drawn = torch.randint(3, vocabulary, (TOKENS,), generator=generator).tolist()
-        made.append(Rollout(Prompt("", tokens=tuple(drawn[:half])), tuple(drawn[half:]), torch.zeros(TOKENS - half), "",
-                            True))  # fmt: skip
+        made.append(
+            Rollout(Prompt("", tokens=tuple(drawn[:half])), tuple(drawn[half:]), torch.zeros(TOKENS - half), "", True)
+        )
     batch = collate(made, list(range(ROWS)), [0.0] * ROWS, 0)
-    return batch.__class__(**{**vars(batch), "advantages": torch.randn(ROWS, 1, generator=generator)
-                              * batch.response_mask})  # fmt: skip
+    advantages = torch.randn(ROWS, 1, generator=generator) * batch.response_mask
+    return Batch(**vars(batch), old_logprobs=torch.zeros_like(advantages), advantages=advantages)
 
 
 def listen(received: Counter[str]) -> None:
@@ -172,8 +196,11 @@ def listen(received: Counter[str]) -> None:
     exchange = "all_to_all_single" if hasattr(group, "all_to_all_single") else "alltoall_base"  # older than torch 2.13
     count(exchange, from_others, lambda args: "dispatch" if args[0].dim() > 1 else "dispatch's sizes and gates")
     for sums in ("allreduce", "allreduce_coalesced"):
-        count(sums, lambda self, args: sum(x.nbytes for x in args[0]),
-              lambda args: "gradients" if args[0][0].dim() == 1 and args[0][0].nbytes > 1e5 else "sums")
+        count(
+            sums,
+            lambda self, args: sum(x.nbytes for x in args[0]),
+            lambda args: "gradients" if args[0][0].dim() == 1 and args[0][0].nbytes > 1e5 else "sums",
+        )
     count("broadcast", lambda self, args: 0 if args[1].rootRank == self.rank() else args[0][0].nbytes, named("sent"))
 
 

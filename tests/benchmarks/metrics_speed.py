@@ -52,14 +52,18 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.empty(31 * 2**20, dtype=torch.uint8)  # from now on glibc keeps freed memory, as in a process that trains
     case = make_case(args.rows, args.time, args.layers, args.experts, args.top_k)
-    print(f"{case.tokens} tokens in {args.rows} rows, {args.layers} layers, {args.top_k} of {args.experts} experts, "
-          f"{case.before.dtype}")
+    print(
+        f"{case.tokens} tokens in {args.rows} rows, {args.layers} layers, {args.top_k} of {args.experts} experts, "
+        f"{case.before.dtype}"
+    )
     floor, _ = measure(lambda: read_both(case), args.repeat)
     print(f"{'one pass over both traces':40} {floor / case.tokens * 1e6:6.2f} µs")
     for name, call in calls(case).items():
         seconds, grown = measure(call, args.repeat)
-        print(f"{name:40} {seconds / case.tokens * 1e6:6.2f} µs {seconds / floor:6.1f} × {grown / case.tokens:8.1f} B",
-              flush=True)
+        print(
+            f"{name:40} {seconds / case.tokens * 1e6:6.2f} µs {seconds / floor:6.1f} × {grown / case.tokens:8.1f} B",
+            flush=True,
+        )
 
 
 def arguments() -> argparse.Namespace:
@@ -105,8 +109,9 @@ def calls(case: Case) -> dict[str, Callable[[], Any]]:
         "from_ids(check=True)": lambda: RoutingTrace.from_ids(case.before, layout),
         "decode_routes, array": lambda: decode_routes(reported, layout=layout, tokens=tokens),
         "decode_routes, base64 of .npy": lambda: decode_routes(npy, layout=layout, tokens=tokens),
-        "decode_routes, base64 of a buffer": lambda: decode_routes(flat, layout=layout, tokens=tokens,
-                                                                   dtype=str(reported.dtype)),
+        "decode_routes, base64 of a buffer": lambda: decode_routes(
+            flat, layout=layout, tokens=tokens, dtype=str(reported.dtype)
+        ),
         "decode_routes, int32 array": lambda: decode_routes(wide, layout=layout, tokens=tokens),
     }
 
@@ -136,8 +141,11 @@ def resident(name: str) -> int:
 
 
 def size_of(result: Any) -> int:
-    tensors = [result] if isinstance(result, Tensor) else [x for x in getattr(result, "__dict__", {}).values()
-                                                          if isinstance(x, Tensor)]
+    tensors = (
+        [result]
+        if isinstance(result, Tensor)
+        else [x for x in getattr(result, "__dict__", {}).values() if isinstance(x, Tensor)]
+    )
     return sum(x.nbytes for x in tensors)
 
 

@@ -13,12 +13,11 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
 
 import our_step  # sets the environment first
 
 import moe_rl  # isort: skip
-from moe_rl.trainer import split_rows, roll_out  # isort: skip
+from moe_rl.trainer import sample, split_rows  # isort: skip
 
 
 def main() -> None:
@@ -28,7 +27,7 @@ def main() -> None:
     options = parser.parse_args()
     parts = our_step.parts()
     parts.collector.engine.reports_routes = False
-    batch = roll_out(our_step.RUN, parts, 0)
+    batch = sample(parts, 1)
     probe = {"input_ids": batch.tokens[:32], "attention_mask": batch.attention_mask[:32]}
     idle = moe_rl.monitor(parts.policy.model, probe=probe, every=10**9, router_aux_loss_coef=0.0)
     seconds: dict[str, list[float]] = {"plain": [], "unmeasured": [], "measured": [], "row": []}
@@ -44,15 +43,22 @@ def main() -> None:
     timed = {name: values[1:] for name, values in seconds.items()}
     middle = {name: statistics.median(values) for name, values in timed.items()}
     reading = 100 * ((middle["measured"] + middle["row"]) / middle["plain"] - 1)
-    print(json.dumps({"seconds": timed, "median_seconds": middle, "one_reading_percent_of_a_step": reading,
-                      f"percent_at_every_{options.every}": reading / options.every}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "seconds": timed,
+                "median_seconds": middle,
+                "one_reading_percent_of_a_step": reading,
+                f"percent_at_every_{options.every}": reading / options.every,
+            }
+        )
+    )
 
 
 def step(parts: our_step.Parts, number: int, monitor: moe_rl.monitor | None) -> float:
     """CPU-seconds of one step, the monitor's block around its updates."""
     start = time.process_time()
-    batch = roll_out(our_step.RUN, parts, number)
-    batch = replace(batch, old_logprobs=parts.policy.score(batch).logprobs)
+    batch = our_step.scored(parts, sample(parts, number))
     if monitor is not None:
         monitor.__enter__()
     for index in split_rows(len(batch), our_step.RUN.mini_batches, number):

@@ -22,18 +22,20 @@ from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.tasks.running_sums import RunningSums
-from moe_rl.types import Batch, Sampling, Scored
+from moe_rl.types import Rollouts, Sampling, Scored
 
 
-def padded(batch: Batch, extra: int) -> Batch:
+def padded(batch: Rollouts, extra: int) -> Rollouts:
     """Every row with `extra` columns of padding, which one row claims as tokens so that they are not trimmed away."""
-    wide = {name: torch.nn.functional.pad(getattr(batch, name), (0, extra))
-            for name in ("tokens", "attention_mask", "response_mask", "rollout_logprobs")}  # fmt: skip
+    wide = {
+        name: torch.nn.functional.pad(getattr(batch, name), (0, extra))
+        for name in ("tokens", "attention_mask", "response_mask", "rollout_logprobs")
+    }
     wide["attention_mask"][:, -extra:] = torch.arange(len(batch))[:, None] % 97 == 0
     return replace(batch, **wide, rollout_routes=None)
 
 
-def compare(name: str, first: Scored, again: Scored, batch: Batch) -> dict[str, float | str]:
+def compare(name: str, first: Scored, again: Scored, batch: Rollouts) -> dict[str, float | str]:
     time = batch.tokens.shape[1]
     rows = torch.nn.functional.pad(batch.attention_mask[:, 1:], (0, 1))
     change = route_change(first.routes.ids(), again.routes.ids()[:, :time], rows).row()
@@ -63,12 +65,13 @@ def main() -> None:
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     permuted, time = batch.rows(order), batch.tokens.shape[1]
     found = [
-        compare("while sampling", first, replace(first, routes=batch.rollout_routes,
-                logprobs=batch.rollout_logprobs), batch),
+        compare(
+            "while sampling", first, replace(first, routes=batch.rollout_routes, logprobs=batch.rollout_logprobs), batch
+        ),
         compare("rows permuted", first.rows(order, time), policies[256].score(permuted), permuted),
         compare("batches of 61", first, policies[61].score(batch), batch),
         compare("padded by 7", first, policies[256].score(padded(batch, 7)), batch),
-    ]  # fmt: skip
+    ]
     print(json.dumps(found, indent=1))
 
 

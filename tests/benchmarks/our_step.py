@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import workload
@@ -29,8 +28,8 @@ from moe_rl.recorder import Recorder  # isort: skip
 from moe_rl.rollouts.hf import HFEngine  # isort: skip
 from moe_rl.routing import RoutingTrace, layout_of  # isort: skip
 from moe_rl.routing.sources import live  # isort: skip
-from moe_rl.trainer import Parts, split_rows, roll_out, train_step  # isort: skip
-from moe_rl.types import Prompt  # isort: skip
+from moe_rl.trainer import Parts, sample, split_rows, train_step  # isort: skip
+from moe_rl.types import Batch, Prompt, Rollouts, ScoredRollouts  # isort: skip
 
 
 class OddCharacters:
@@ -50,25 +49,38 @@ def parts() -> Parts:
     assert use_cpu_kernels(model)
 
     return Parts(
-        collector=Collector(run=RUN, task=OddCharacters(), engine=HFEngine(model, tokenizer), tokenizer=tokenizer,
-                            held_out=[]),
+        collector=Collector(
+            run=RUN, task=OddCharacters(), engine=HFEngine(model, tokenizer), tokenizer=tokenizer, held_out=[]
+        ),
         policy=HFPolicy(model, Optimizer(lr=workload.LR)),
-        objective=objective_of(RUN.arm), advantage=advantage_of(RUN.arm), source=live,
-    )  # fmt: skip
+        objective=objective_of(RUN.arm),
+        advantage=advantage_of(RUN.arm),
+        source=live,
+    )
 
 
 RUN = RunConfig(
-    arm=Arm(name="grpo"), optimizer=Optimizer(lr=workload.LR), prompts_per_step=PROMPTS, group_size=GROUP,
-    mini_batches=MINI_BATCHES, max_new_tokens=NEW_TOKENS,
-)  # fmt: skip
+    arm=Arm(name="grpo"),
+    optimizer=Optimizer(lr=workload.LR),
+    prompts_per_step=PROMPTS,
+    group_size=GROUP,
+    mini_batches=MINI_BATCHES,
+    max_new_tokens=NEW_TOKENS,
+)
+
+
+def scored(parts: Parts, rollouts: Rollouts) -> Batch:
+    """The batch with the policy's own log-probs, without replay."""
+    old = parts.policy.score(rollouts).logprobs
+    return parts.advantage.attach_advantages(ScoredRollouts(**vars(rollouts), old_logprobs=old))
 
 
 def step(parts: Parts, number: int, seconds: dict[str, list[float]]) -> int:
     """One step without measurements; returns the completion tokens drawn."""
     marks = [time.process_time()]
-    batch = roll_out(RUN, parts, number)
+    rollouts = sample(parts, number)
     marks.append(time.process_time())
-    batch = replace(batch, old_logprobs=parts.policy.score(batch).logprobs)
+    batch = scored(parts, rollouts)
     marks.append(time.process_time())
     for index in split_rows(len(batch), RUN.mini_batches, number):
         parts.policy.update(parts.objective.attach_weights(batch.rows(index)), parts.objective)
@@ -126,10 +138,15 @@ def main() -> None:
         if "measured" in into:
             measured_step(made, number, into["measured"])
     assert tokens <= {PROMPTS * GROUP * NEW_TOKENS}, tokens
-    print(json.dumps({
-        "seconds": seconds, "new_tokens": PROMPTS * GROUP * NEW_TOKENS,
-        "parameters": made.policy.model.num_parameters(),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "new_tokens": PROMPTS * GROUP * NEW_TOKENS,
+                "parameters": made.policy.model.num_parameters(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -22,12 +22,22 @@ from moe_rl.config import Arm, Optimizer
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.batches import collate
-from moe_rl.types import Prompt, Rollout
+from moe_rl.types import Batch, Prompt, Rollout
 
-WIDTHS = {"vocab_size": 151_936, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
-          "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-          "intermediate_size": 6144, "norm_topk_prob": True, "max_position_embeddings": 40_960,
-          "tie_word_embeddings": False}  # fmt: skip
+WIDTHS = {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}
 
 
 def main() -> None:
@@ -36,8 +46,10 @@ def main() -> None:
     before = peak()
     model = built(args.layers)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    print(f"{args.layers} layers, {args.rows} rows of {args.tokens} tokens, {args.budget or 'all'} in a forward; "
-          f"weights {weights / 1e9:.2f} GB; peak once built {peak() - before:.2f} GB")
+    print(
+        f"{args.layers} layers, {args.rows} rows of {args.tokens} tokens, {args.budget or 'all'} in a forward; "
+        f"weights {weights / 1e9:.2f} GB; peak once built {peak() - before:.2f} GB"
+    )
     batch = batch_of(args.rows, args.tokens)
     policy = HFPolicy(model, Optimizer(), micro_batch_tokens=args.budget)
     started = time.perf_counter()
@@ -48,8 +60,10 @@ def main() -> None:
     if args.repeat:
         shares(policy, batch, old.routes, args.repeat)
     objective = objective_of(Arm(name="grpo"))
-    scored = batch.__class__(**{**vars(batch), "old_logprobs": old.logprobs, "routes": old.routes})
-    part = objective.attach_weights(scored)
+    advantages = torch.zeros_like(old.logprobs)
+    part = objective.attach_weights(
+        Batch(**vars(batch), old_logprobs=old.logprobs, routes=old.routes, advantages=advantages)
+    )
     started = time.perf_counter()
     policy._backward(part, objective)
     print(f"gradient under replay: {time.perf_counter() - started:.1f} s, peak {peak() - before:.2f} GB")
@@ -82,8 +96,10 @@ def batch_of(rows: int, tokens: int):
     """Random tokens; the second half of each row is a response."""
     half, generator = tokens // 2, torch.Generator().manual_seed(0)
     drawn = torch.randint(3, 150_000, (rows, tokens), generator=generator).tolist()
-    rollouts = [Rollout(Prompt("", tokens=tuple(row[:half])), tuple(row[half:]), torch.zeros(tokens - half), "", True)
-                for row in drawn]  # fmt: skip
+    rollouts = [
+        Rollout(Prompt("", tokens=tuple(row[:half])), tuple(row[half:]), torch.zeros(tokens - half), "", True)
+        for row in drawn
+    ]
     batch = collate(rollouts, [0] * rows, [0.0] * rows, 0)
     advantages = torch.randn(rows, generator=generator)[:, None].where(batch.response_mask, 0)
     return batch.__class__(**{**vars(batch), "advantages": advantages})

@@ -28,8 +28,17 @@ from moe_rl.trainer import train_step
 PACKAGE = Path(moe_rl.__file__).parent
 TARGETS = {"step": 25, "worker": 45}
 """Most files of each."""
-TINY = {"prompts_per_step": 2, "group_size": 4, "mini_batches": 2, "steps": 3, "save_every": 3, "eval_every": 3,
-        "eval_prompts": 4, "cold_start.max_steps": 1, "cold_start.target": 0.0}
+TINY = {
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "mini_batches": 2,
+    "steps": 3,
+    "save_every": 3,
+    "eval_every": 3,
+    "eval_prompts": 4,
+    "cold_start.max_steps": 1,
+    "cold_start.target": 0.0,
+}
 
 
 @contextmanager
@@ -70,8 +79,10 @@ def main() -> None:
             carry_out(planned, study.trainer, home / "cache")
     for what, files in found.items():
         core = [file for file in files if "integrations" not in file.parts]
-        print(f"\n{what}: {len(files)} files, {len(core)} of them of the core (at most {TARGETS[what]}), "
-              f"{sum(map(lines, files))} lines")
+        print(
+            f"\n{what}: {len(files)} files, {len(core)} of them of the core (at most {TARGETS[what]}), "
+            f"{sum(map(lines, files))} lines"
+        )
         for file in files:
             print(f"  {lines(file):4} {file.relative_to(PACKAGE)}")
 

@@ -26,13 +26,26 @@ def config(folder: str, steps: int, shipped: bool) -> GRPOConfig:
     """
     cheap = {} if shipped else {"bf16": False, "gradient_checkpointing": False, "router_aux_loss_coef": 0.0}
     return GRPOConfig(
-        output_dir=folder, use_cpu=True, **cheap,
-        loss_type="grpo", beta=0.0, learning_rate=workload.LR, lr_scheduler_type="constant",
-        num_generations=GROUP, max_completion_length=NEW_TOKENS, generation_kwargs={"min_new_tokens": NEW_TOKENS},
-        per_device_train_batch_size=PROMPTS * GROUP // MINI_BATCHES, gradient_accumulation_steps=1,
-        steps_per_generation=MINI_BATCHES, max_steps=steps * MINI_BATCHES,
-        report_to="none", save_strategy="no", logging_steps=10**6, disable_tqdm=True, seed=0,
-    )  # fmt: skip
+        output_dir=folder,
+        use_cpu=True,
+        **cheap,
+        loss_type="grpo",
+        beta=0.0,
+        learning_rate=workload.LR,
+        lr_scheduler_type="constant",
+        num_generations=GROUP,
+        max_completion_length=NEW_TOKENS,
+        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        per_device_train_batch_size=PROMPTS * GROUP // MINI_BATCHES,
+        gradient_accumulation_steps=1,
+        steps_per_generation=MINI_BATCHES,
+        max_steps=steps * MINI_BATCHES,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=10**6,
+        disable_tqdm=True,
+        seed=0,
+    )
 
 
 class Clock(TrainerCallback):
@@ -79,9 +92,13 @@ def main() -> None:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model, reward, args=config(folder, steps, options.shipped), processing_class=tokenizer, callbacks=[clock],
+            model,
+            reward,
+            args=config(folder, steps, options.shipped),
+            processing_class=tokenizer,
+            callbacks=[clock],
             train_dataset=Dataset.from_dict({"prompt": texts}),
-        )  # fmt: skip
+        )
         sample = timed(trainer, "_generate_single_turn")
         prepare = timed(trainer, "_generate_and_score_completions")
         trainer.train()
@@ -95,11 +112,16 @@ def main() -> None:
         "update": [w - p for w, p in zip(whole, prepare, strict=True)],
     }
     result = {"step": whole, **phases}
-    print(json.dumps({
-        "seconds": {name: values[options.warmup :] for name, values in result.items()},
-        "new_tokens": drawn[-1][1], "parameters": model.num_parameters(),
-        "versions": {name: importlib.metadata.version(name) for name in ("trl", "transformers", "torch")},
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "seconds": {name: values[options.warmup :] for name, values in result.items()},
+                "new_tokens": drawn[-1][1],
+                "parameters": model.num_parameters(),
+                "versions": {name: importlib.metadata.version(name) for name in ("trl", "transformers", "torch")},
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -58,8 +58,10 @@ def main() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     with tempfile.TemporaryDirectory() as folder:
         workload.model().save_pretrained(folder)
-        engines = {name: inputs.engine(folder, replay, learning_rate=workload.LR, kind=kind)
-                   for name, (kind, replay) in KINDS.items()}
+        engines = {
+            name: inputs.engine(folder, replay, learning_rate=workload.LR, kind=kind)
+            for name, (kind, replay) in KINDS.items()
+        }
     seconds = {name: [] for name in engines}
     order = random.Random(0)
     for number in range(options.rounds + 1):  # the first warms up

@@ -1,8 +1,8 @@
 """CPU-seconds, their share in forwards, and peak memory of `moe-rl checkpoint compare` of two random checkpoints.
 
-    python tests/benchmarks/volatility_run.py                    # 2,000 responses, qwen3_moe-tiny
-    python tests/benchmarks/volatility_run.py 250 500 1000       # each in a process of its own
-    python tests/benchmarks/volatility_run.py 250 --overrides '{"hidden_size": 512, "moe_intermediate_size": 256}'
+python tests/benchmarks/volatility_run.py                    # 2,000 responses, qwen3_moe-tiny
+python tests/benchmarks/volatility_run.py 250 500 1000       # each in a process of its own
+python tests/benchmarks/volatility_run.py 250 --overrides '{"hidden_size": 512, "moe_intermediate_size": 256}'
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 import torch  # noqa: E402
 
 from moe_rl import cli  # noqa: E402
-from moe_rl.analysis.checkpoints.measure import Observer  # noqa: E402
+from moe_rl.analysis.checkpoints import traces  # noqa: E402
 from moe_rl.config import ModelConfig  # noqa: E402
 from moe_rl.models.load import load, save_checkpoint  # noqa: E402
 
@@ -61,15 +61,27 @@ def main(responses: int, overrides: dict[str, int]) -> None:
 
         body = type(loaded.model.base_model)
         body.forward = timed("decoder", body.forward)
-        Observer._forward = timed("forward", Observer._forward)  # with what it records and copies
+        traces.observe = timed("forward", traces.observe)  # with what it records and copies
         start = time.process_time()
-        code = cli.main(["checkpoint", "compare", str(root / "before"), str(root / "after"),
-                         "--data", str(root / "data.jsonl"), "--out", str(root / "out")])
+        code = cli.main(
+            [
+                "checkpoint",
+                "compare",
+                str(root / "before"),
+                str(root / "after"),
+                "--data",
+                str(root / "data.jsonl"),
+                "--out",
+                str(root / "out"),
+            ]
+        )
         seconds, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         size = sum(p.numel() for p in loaded.model.parameters()) / 1e6
         decoder, forward = (100 * inside[name] / seconds for name in ("decoder", "forward"))
-        print(f"{size:.1f} M parameters, {responses} responses: {seconds:.1f} CPU-seconds, {decoder:.0f} % of them in "
-              f"the decoder, {forward:.0f} % with what is recorded of it; peak memory {peak:.3f} GB, exit code {code}")
+        print(
+            f"{size:.1f} M parameters, {responses} responses: {seconds:.1f} CPU-seconds, {decoder:.0f} % of them in "
+            f"the decoder, {forward:.0f} % with what is recorded of it; peak memory {peak:.3f} GB, exit code {code}"
+        )
 
 
 if __name__ == "__main__":

@@ -20,10 +20,21 @@ def model() -> Qwen3MoeForCausalLM:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=32, num_experts_per_tok=4, moe_intermediate_size=64, intermediate_size=256, norm_topk_prob=True,
-        max_position_embeddings=256, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        intermediate_size=256,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
     return Qwen3MoeForCausalLM(config)
 
 

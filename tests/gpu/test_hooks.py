@@ -17,8 +17,11 @@ from tests.routing.test_families import (  # noqa: F401  the claims of docs/conc
     test_unknown_rows_route_freely,
 )
 
-pytestmark = [NEEDS_GPU, pytest.mark.usefixtures("repeatable"),
-              pytest.mark.filterwarnings("ignore:.*(deterministic|gradient_checkpointing)")]  # fmt: skip
+pytestmark = [
+    NEEDS_GPU,
+    pytest.mark.usefixtures("repeatable"),
+    pytest.mark.filterwarnings("ignore:.*(deterministic|gradient_checkpointing)"),
+]
 
 
 @pytest.fixture(params=TEN, scope="module")

@@ -15,10 +15,12 @@ from tests.test_trainer import ARMS, TINY, carry_out
 
 pytestmark = [
     NEEDS_GPU,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
-                       reason="vLLM is not importable: the engine on the policy's own card was not tested"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not importable: the engine on the policy's own card was not tested",
+    ),
     pytest.mark.skipif(DRY, reason="vLLM on a CPU is tested by `make test-vllm`"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("arm", ["grpo", "r3"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,23 +10,6 @@ from moe_rl.config import Optimizer
 from moe_rl.policies.hf import HFPolicy
 from tests.benchmarks import gpu
 from tests.benchmarks.gpu_models import GRPO, Sizes, products, random_batch, random_model, weighed
-from tests.gpu.conftest import NEEDS_GPU
-
-FILES = [file.stem for file in sorted(Path(__file__).parent.glob("test_*.py")) if file.stem != Path(__file__).stem]
-
-
-def test_files_import_and_are_skipped_with_a_sentence_where_there_is_no_card():
-    assert "make test-gpu" in NEEDS_GPU.mark.kwargs["reason"]
-    for file in FILES:
-        marks = import_module(f"tests.gpu.{file}").pytestmark
-        assert NEEDS_GPU in (marks if isinstance(marks, list) else [marks]), file
-    assert len(FILES) >= 4
-
-
-def test_the_benchmark_explains_itself_and_its_dry_run(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        gpu.main(["--help"])
-    assert "--device cpu --small" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["--device", "cpu"], *([] if torch.cuda.is_available() else [["--small"]])])

@@ -30,8 +30,8 @@ from moe_rl.build import execute
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig
 from moe_rl.integrations.fsdp import REDUCE, FSDPPolicy, take_over
 from moe_rl.integrations.on_ranks import from_rank_0
+from moe_rl.integrations.shards import outline
 from moe_rl.models.load import LoadedModel, load, save_checkpoint
-from moe_rl.models.shards import outline
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.objectives import objective_of
 from moe_rl.policies import hf as hf_module
@@ -66,14 +66,21 @@ PARTS = objective_of(
 GRPO = objective_of(Arm(name="grpo"))
 CASES = {
     "tied": (QWEN, SETTINGS, {}),
-    "budget": (QWEN.replace(overrides={**TWO, "tie_word_embeddings": False}, router_dtype="float32"), SETTINGS,
-               {"micro_batch_tokens": 14, "activation_checkpointing": True}),
+    "budget": (
+        QWEN.replace(overrides={**TWO, "tie_word_embeddings": False}, router_dtype="float32"),
+        SETTINGS,
+        {"micro_batch_tokens": 14, "activation_checkpointing": True},
+    ),
     "bias": (ModelConfig(name="deepseek_v3-tiny", overrides=TWO), SETTINGS.replace(loss_free_bias=1e-2, warmup=3), {}),
-}  # fmt: skip
+}
 """Configuration, optimizer and further settings of a policy."""
 ARMS = (
-    Arm(name="parts", routes="old_policy", corrections=("truncated",),
-        terms=(Component("kl", coef=0.1), Component("entropy", coef=0.01))),
+    Arm(
+        name="parts",
+        routes="old_policy",
+        corrections=("truncated",),
+        terms=(Component("kl", coef=0.1), Component("entropy", coef=0.01)),
+    ),
     Arm(name="gspo", loss=Component("gspo", clip_low=3e-2, clip_high=4e-2), routes="rollout", anchor="engine"),
 )
 RUN = RunConfig(
@@ -127,8 +134,13 @@ def exit_codes(world: int, folder: Path, states: Callable[[Path], dict]) -> list
 
 
 def _rank(rank: int, world: int, port: int, folder: Path, states: Callable[[Path], dict], out: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(port)}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     warnings.simplefilter("ignore")
     try:
         ranks.join("cpu")
@@ -192,8 +204,13 @@ def case(name: str) -> dict:
     u, v = (p.update(part, PARTS) for p in (hf, ours))
     facts["updated"] = max(far(u.logprobs, v.logprobs), abs(u.loss / v.loss - 1), abs(u.grad_norm / v.grad_norm - 1))
     facts["metrics"] = {key: [value, v.metrics[key]] for key, value in u.metrics.items()}
-    facts["updated routes"] = u.routes == v.routes and u.preferred == v.preferred and \
-        torch.equal(u.clipped_by, v.clipped_by) and u.grad_clipped and v.grad_clipped
+    facts["updated routes"] = (
+        u.routes == v.routes
+        and u.preferred == v.preferred
+        and torch.equal(u.clipped_by, v.clipped_by)
+        and u.grad_clipped
+        and v.grad_clipped
+    )
     e, f = (p.score(batch) for p in (hf, ours))
     facts["stepped"], facts["moved"] = far(e.logprobs, f.logprobs), far(e.logprobs, a.logprobs)
     biases = [dict(model.named_buffers()) for model in (hf.model, ours.model)]
@@ -228,8 +245,14 @@ def in_pieces() -> dict:
     kept = hf_module.LOGITS
     hf_module.LOGITS = vocabulary.LOGITS = 2000
     found = ours.score(batch)
-    apart = [far(x, y) for x, y in ((found.logprobs, one.logprobs), (found.entropy, one.entropy),
-                                    (ours.gradient(part, GRPO), gradient))]
+    apart = [
+        far(x, y)
+        for x, y in (
+            (found.logprobs, one.logprobs),
+            (found.entropy, one.entropy),
+            (ours.gradient(part, GRPO), gradient),
+        )
+    ]
     hf_module.LOGITS = vocabulary.LOGITS = kept
     alone = ours.score(batch.rows(slice(2, 3)))
     return {"pieces": max(apart), "one row": far(alone.logprobs, one.logprobs[2:3, : alone.logprobs.shape[1]])}
@@ -293,8 +316,12 @@ def written(folder: Path) -> dict:
     reader.update(part_of(batch, reader.score(batch)), GRPO)  # elsewhere
     reader.load(folder / "checkpoint")
     reader.update(part_of(batch, reader.score(batch)), GRPO)
-    return {"same bytes": one == other, "files": sorted(one), "updates": reader.updates,
-            "goes on": all(torch.equal(w, weights[name]) for name, w in reader.weights())}
+    return {
+        "same bytes": one == other,
+        "files": sorted(one),
+        "updates": reader.updates,
+        "goes on": all(torch.equal(w, weights[name]) for name, w in reader.weights()),
+    }
 
 
 def read(folder: Path) -> dict:
@@ -356,8 +383,14 @@ def served(folder: Path) -> dict:
         save_checkpoint(loaded.model, loaded.tokenizer, folder / "start")
     server = Server(folder / "served", loaded) if ranks.rank() == 0 else None
     url = ranks.from_rank_0(lambda: server and server.url)
-    run = RUN.replace(policy="fsdp", steps=1, model=ModelConfig(name=str(folder / "start")), hf_checkpoints=(1,),
-                      arm=Arm(name="r3", routes="rollout"), engine=Component("server", url=url, dialect="vllm"))
+    run = RUN.replace(
+        policy="fsdp",
+        steps=1,
+        model=ModelConfig(name=str(folder / "start")),
+        hf_checkpoints=(1,),
+        arm=Arm(name="r3", routes="rollout"),
+        engine=Component("server", url=url),
+    )
     kept = []
     execute_module.load = lambda *given: kept.append(load(*given)) or kept[-1]
     carry_out(run, folder / "with-server", folder)
@@ -366,10 +399,12 @@ def served(folder: Path) -> dict:
     if server:
         exported = load(ModelConfig(name=str(folder / "with-server/checkpoints/step=000001")), 0).model.state_dict()
         held = server.fake.engine.model.state_dict()
-        facts = {"pushes": server.fake.pushes,
-                 "exported": all(torch.equal(w, held[name]) for name, w in exported.items()),
-                 "moved": max(far(w, loaded.model.state_dict()[name]) for name, w in exported.items()),
-                 "whole models": len(kept)}
+        facts = {
+            "pushes": server.fake.pushes,
+            "exported": all(torch.equal(w, held[name]) for name, w in exported.items()),
+            "moved": max(far(w, loaded.model.state_dict()[name]) for name, w in exported.items()),
+            "whole models": len(kept),
+        }
         server.stop()
     return facts
 
@@ -399,8 +434,10 @@ def hooks() -> dict:
         fully_shard(layer)
     for name, model in (("FSDP2", fully_shard(sharded)), ("DDP", DistributedDataParallel(replicated))):
         live, used = trained(model, mine)
-        gradients = [(ranks.join_shards(p.grad) * ranks.world(), q.grad)
-                     for p, q in zip(model.parameters(), whole.parameters(), strict=True)]
+        gradients = [
+            (ranks.join_shards(p.grad) * ranks.world(), q.grad)
+            for p, q in zip(model.parameters(), whole.parameters(), strict=True)
+        ]
         right = live == preferred.rows(mine) and used == routes.rows(mine)
         facts[name] = [all(ranks.gather(right)), max(far(g, h) / h.abs().max().item() for g, h in gradients)]
     return facts
@@ -411,19 +448,31 @@ def memory() -> dict:
     batch, layout = wide()
     code = torch.arange(64)[:, None] * 3 + torch.arange(2047) % 3  # tells row and position
     rows = [*torch.arange(64)[ranks.rank() :: ranks.world()].split(16)]
-    traces = [RoutingTrace.from_ids(code[r].to(torch.uint8)[..., None, None].expand(-1, -1, 48, 8), layout, check=False)
-              for r in rows]
+    traces = [
+        RoutingTrace.from_ids(code[r].to(torch.uint8)[..., None, None].expand(-1, -1, 48, 8), layout, check=False)
+        for r in rows
+    ]
     parts = [(torch.zeros(len(r), 2048), trace, None) for r, trace in zip(rows, traces, strict=True)]
     gathered = partial(FSDPPolicy._join, None, parts, batch, rows)
     held, trace = growth(lambda: gathered()[1])
     right = bool((trace.experts[:, :-1, 7, 3] == code).all() & ~trace.known[:, -1].any())
     everything = code.to(torch.uint8)[..., None, None].expand(-1, -1, 48, 8)
-    sent, engines = growth(lambda: from_rank_0(lambda: replace(make_batch(1, 1), rollout_routes=RoutingTrace.from_ids(
-        everything.contiguous(), layout, check=False))).rollout_routes)
+    sent, engines = growth(
+        lambda: (
+            from_rank_0(
+                lambda: replace(
+                    make_batch(1, 1), rollout_routes=RoutingTrace.from_ids(everything.contiguous(), layout, check=False)
+                )
+            ).rollout_routes
+        )
+    )
     right &= bool((engines.experts[:, :2047] == everything).all())
     share = trace.experts.nbytes / ranks.world()
-    return {"right": all(ranks.gather(right)), "shards held": max(ranks.gather(held / share)),
-            "shards held of the engine's": max(ranks.gather(sent / share))}
+    return {
+        "right": all(ranks.gather(right)),
+        "shards held": max(ranks.gather(held / share)),
+        "shards held of the engine's": max(ranks.gather(sent / share)),
+    }
 
 
 class Watched(Mapping):
@@ -464,34 +513,54 @@ def start_of_a_checkpoint(folder: Path) -> dict:
     right = [torch.equal(w, theirs[name]) for name, w in policy.weights() if ranks.rank() == 0]
     if ranks.rank():
         return {}
-    return {"right": all(right) and len(right) == len(theirs), "grown": watched.most - before, "whole": whole,
-            "largest": watched.largest}
+    return {
+        "right": all(right) and len(right) == len(theirs),
+        "grown": watched.most - before,
+        "whole": whole,
+        "largest": watched.largest,
+    }
 
 
 def equal_everywhere() -> bool:
-    """Whether every rank has what rank 0 alone had, of routes with combine weights and of two versions."""
+    """Whether every rank has what rank 0 alone had, of routes with combine weights."""
     batch, layout = make_batch(2, 2), Layout((Site("a", 0, 300, 2), Site("b", 1, 300, 2)), "sent")
     count, time = batch.tokens.shape
     ids = torch.rand(count, time, 2, 300, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :2]
     trace = RoutingTrace.from_ids(ids, layout, tokens=batch.tokens, attention_mask=batch.attention_mask)
-    trace = RoutingTrace.cat([replace(trace.rows(slice(a, b)), weight_version=v) for a, b, v in (
-        (0, 1, "step 1"), (1, count, "step 2"))], batch.tokens, batch.attention_mask, mixed=True)
+    trace = RoutingTrace.cat(
+        [replace(trace.rows(slice(a, b)), weight_version=v) for a, b, v in ((0, 1, "step 1"), (1, count, "step 2"))],
+        batch.tokens,
+        batch.attention_mask,
+        mixed=True,
+    )
     trace = replace(trace, gates=torch.rand(trace.shape, generator=torch.Generator().manual_seed(2)).half())
     got = from_rank_0(lambda: replace(batch, rollout_routes=trace) if ranks.rank() == 0 else None)
     same = got.rollout_routes == trace and torch.equal(got.rollout_routes.gates, trace.gates)
-    return all(ranks.gather(same and got.rollout_routes.segments(1) == trace.segments(1)))
+    return all(ranks.gather(same))
 
 
 def verbs(folder: Path) -> dict:
     """All that needs no run."""
     found = {name: case(name) for name in CASES}
-    return found | {"dial": noises(), "large": in_pieces(), "mixed": mixed(), "reduced": reduced(), "hooks": hooks(),
-                    "memory": memory(), "sent": equal_everywhere(), "nothing": from_rank_0(lambda: None) is None}
+    return found | {
+        "dial": noises(),
+        "large": in_pieces(),
+        "mixed": mixed(),
+        "reduced": reduced(),
+        "hooks": hooks(),
+        "memory": memory(),
+        "sent": equal_everywhere(),
+        "nothing": from_rank_0(lambda: None) is None,
+    }
 
 
 def two(folder: Path) -> dict:
-    return verbs(folder) | {"checkpoint": written(folder), "resumed": runs(folder), "served": served(folder),
-                             "start": start_of_a_checkpoint(folder)}
+    return verbs(folder) | {
+        "checkpoint": written(folder),
+        "resumed": runs(folder),
+        "served": served(folder),
+        "start": start_of_a_checkpoint(folder),
+    }
 
 
 def four(folder: Path) -> dict:

@@ -1,6 +1,6 @@
 """A small study without a cold start: GRPO with replay, three steps, on a task that random weights get partly right.
 
-    torchrun --nproc-per-node 2 -m moe_rl run tests/integrations/megatron_study.py --policy 'megatron(ep=2)'
+torchrun --nproc-per-node 2 -m moe_rl run tests/integrations/megatron_study.py --policy 'megatron(ep=2)'
 """
 
 from moe_rl.config import Arm, ColdStart, Measure, ModelConfig, Optimizer, RunConfig

@@ -27,9 +27,11 @@ def folder(tmp_path_factory):
 def dead(folder):
     """Exit codes of ranks that were killed in step 2, between its updates or as they write its checkpoint, and what was
     committed then."""
-    codes = {"one-killed": killed(2, folder, "one-killed", "update", 4, {1}),
-             "all-killed": killed(2, folder, "all-killed", "save", 2, {0, 1}),
-             "1-to-2": killed(1, folder, "1-to-2", "update", 4, {0})}
+    codes = {
+        "one-killed": killed(2, folder, "one-killed", "update", 4, {1}),
+        "all-killed": killed(2, folder, "all-killed", "save", 2, {0, 1}),
+        "1-to-2": killed(1, folder, "1-to-2", "update", 4, {0}),
+    }
     for name in ("2-to-1", "2-to-4"):
         shutil.copytree(folder / "one-killed", folder / name)
     return [(ended, latest_commit(folder / name).name) for name, ended in codes.items()]

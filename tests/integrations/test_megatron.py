@@ -54,8 +54,9 @@ def launched_once(folder: Path, name: str, *words: str | Path | int) -> dict:
     with FileLock(folder / "lock"):
         if not done.exists():
             env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-            ran = subprocess.run([sys.executable, *map(str, words)], env=env, cwd=root, capture_output=True, text=True,
-                                 timeout=1200)  # fmt: skip
+            ran = subprocess.run(
+                [sys.executable, *map(str, words)], env=env, cwd=root, capture_output=True, text=True, timeout=1200
+            )
             done.write_text(json.dumps({"code": ran.returncode, "out": ran.stdout, "err": ran.stderr}))
     return json.loads(done.read_text())
 
@@ -103,7 +104,6 @@ def test_weights_survive_the_way_there_and_back_bit_for_bit(layout, found):
 def test_natural_scores_and_recorded_routes_are_those_of_the_hugging_face_model(layout, found):
     assert found["recorded"], "expert ids differ"
     assert found["natural"] < 1e-5 and found["entropy"] < 1e-5
-    assert max(found[kind] for kind in ("gates", "margins", "log_probs")) < 1e-5
 
 
 @pytest.mark.parametrize("layout", CASES)
@@ -126,7 +126,7 @@ def test_a_replayed_update_has_the_gradients_of_the_hugging_face_policy(layout, 
 def test_terms_and_corrections_add_up_over_ranks_and_micro_batches_to_those_of_one_process(layout, found):
     """Loss and gradients hold them too: above. Here what they report, and that the correction did something."""
     update = found["update"]
-    assert update["names"] == [["term_entropy", "term_kl"]] * 2
+    assert update["names"] == [["corrected_tokens", "term_entropy", "term_kl"]] * 2
     assert update["metrics"] < 1e-7 < 1e-3 < update["least term"]
     assert 0.1 < found["capped"] < 0.9, "the cap of truncated must matter for some tokens, and not for others"
 
@@ -148,12 +148,11 @@ def test_other_families_gates_and_the_other_dispatcher_agree_on_ranks_too(name, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_is_read_with_its_moments_in_the_same_layout_and_in_another(layout, facts):
-    found = facts(ranks_of(layout))[f"{layout} checkpoint"]
-    assert found["same weights"] and found["other weights"], "weights must be equal bit for bit"
-    assert found["same next step, bits"], "under the same layout training goes on bit for bit"
-    assert max(found["same next step"], found["other next step"]) < (1e-4 if layout == "pp2" else 1e-5)
-    assert found["moved"] > 1e-4
+def test_a_checkpoint_is_read_with_its_moments_in_the_same_layout_and_refused_in_another(layout, facts):
+    checkpoint = facts(ranks_of(layout))[f"{layout} checkpoint"]
+    assert checkpoint["weights"] and checkpoint["next step, bits"], "bit for bit"
+    assert checkpoint["next step"] < (1e-4 if layout == "pp2" else 1e-5)
+    assert checkpoint["moved"] > 1e-4 and "dp, tp, pp, ep, etp" in checkpoint["refused"]
 
 
 def test_an_interrupted_run_goes_on_and_ends_identical(facts):
@@ -210,8 +209,10 @@ def test_the_command_completes_a_study_on_two_ranks_and_rank_0_writes_it_once(co
 
 
 def test_a_step_is_exported_with_the_weights_of_all_ranks(tables, folder):
-    saved = [load_file(folder / f"runs/megatron/replay/base/seed=0/checkpoints/step={n:06d}/model.safetensors")
-             for n in (1, 3)]
+    saved = [
+        load_file(folder / f"runs/megatron/replay/base/seed=0/checkpoints/step={n:06d}/model.safetensors")
+        for n in (1, 3)
+    ]
     assert saved[0].keys() == saved[1].keys()
     assert all(not torch.equal(w, saved[1][name]) for name, w in saved[0].items() if "proj" in name)
 

@@ -54,8 +54,6 @@ def test_the_table_of_families_and_layouts_is_current():
 def test_megatrons_own_balancing_would_depend_on_how_a_batch_is_cut(monkeypatch):
     """Which is why it is refused; the losses of arms do not. 9 rows in micro-batches of 5 are filled up with one."""
     own = {"moe_aux_loss_coeff": 1e-2, "moe_router_load_balancing_type": "aux_loss"}, {"moe_z_loss_coeff": 1e-3}
-    for name in [name for settings in own for name in settings]:
-        monkeypatch.delitem(layout.REFUSED_SETTINGS, name)
     monkeypatch.setattr(layout, "HARMLESS_SETTINGS", ("moe_*",))
     descent, gaps = Optimizer(name="sgd", lr=1.0, betas=(0.0, 0.0), grad_clip=0.0), []
     for settings in ({}, *own):
@@ -78,10 +76,14 @@ def trained(policy, batch, routes) -> None:
     policy.update(part_of(batch, policy.score(batch), routes), OBJECTIVE)
 
 
-@pytest.mark.parametrize("settings", [
-    Optimizer(name="sgd", lr=0.1, betas=(0.9, 0.0), weight_decay=0.1, router_lr_scale=0.5, grad_clip=0.5, warmup=2),
-    Optimizer(lr=1e-3, eps=1e-4, warmup=5, weight_decay=0.1, loss_free_bias=0.01),
-], ids=["sgd", "adamw"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Optimizer(name="sgd", lr=0.1, betas=(0.9, 0.0), weight_decay=0.1, router_lr_scale=0.5, grad_clip=0.5, warmup=2),
+        Optimizer(lr=1e-3, eps=1e-4, warmup=5, weight_decay=0.1, loss_free_bias=0.01),
+    ],
+    ids=["sgd", "adamw"],
+)
 def test_three_steps_of_either_optimizer_warmed_up_and_resumed_are_those_of_the_hugging_face_policy(settings, tmp_path):
     """AdamW divides a gradient by its own size + eps, so weights are apart by what other orders of summation make of
     gradients (at most 0.15), over eps: 33 · 2⁻²³ · 0.15 / 1e-4 is 0.006 of each step's rate, and three rates are two of

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
-import math
 import multiprocessing
-import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_rl
 from moe_rl.build import build as build_run
 from moe_rl.errors import AuxLossSilentlyOn, ConfigError, RoutingError
-from moe_rl.integrations.monitor import pad_of, probe_of
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.recorder import Recorder
 from moe_rl.routing import record_routing, replay_routing
@@ -74,9 +69,9 @@ class Watching(Recorder):
         self.of_update.__enter__()
         self.of_update.decides(part.response_mask[:, 1:])
 
-    def after(self, update, part, updated):
+    def after(self, update, part, updated, probed):
         self.of_update.__exit__(None, None, None)
-        super().after(update, part, updated)
+        super().after(update, part, updated, probed)
         row, theirs = self.of_update.row(), self.updates[-1]
         if part.routes is not None:
             assert row.keys() == {"pull", "coverage"}
@@ -96,11 +91,6 @@ class Watching(Recorder):
             close(row[name], sum(layer[name] for layer in rows["layers"]) / len(layers))
         self.checked.append(row)
         return rows
-
-
-def test_a_row_before_any_block_is_refused(qwen):
-    with pytest.raises(RoutingError, match="before any block"):
-        moe_rl.monitor(qwen).row()
 
 
 @pytest.mark.parametrize("arm", ["grpo", "replay"])
@@ -155,11 +145,89 @@ def test_embeddings_have_the_padding_and_the_rows_of_their_tokens(qwen, tokens):
     assert repr(rows[0]) == repr(rows[1]) and rows[0][0]["margin_n"] == MASK.sum() * 3
 
 
-def test_generation_is_counted_once_per_token(qwen):
-    with moe_rl.monitor(qwen) as monitor:
-        qwen.generate(torch.tensor([[0, 0, 5, 6]]), attention_mask=torch.tensor([[0, 0, 1, 1]]), max_new_tokens=4,
-                      min_new_tokens=4, do_sample=False)  # fmt: skip
+def generate(model):
+    model.generate(
+        torch.tensor([[0, 0, 5, 6]]),
+        attention_mask=torch.tensor([[0, 0, 1, 1]]),
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+    )
+
+
+def test_generation_is_counted_once_per_token_where_nothing_trains(qwen):
+    with torch.no_grad(), moe_rl.monitor(qwen) as monitor:
+        generate(qwen)
     assert monitor.row()["margin_n"] == 3 * (2 + 3), "two real tokens of the prompt, and three that were inputs again"
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])  # whether it re-enters
+@pytest.mark.parametrize("mode", [True, False])
+def test_sampling_and_scoring_in_a_block_do_not_count(mode, checkpointing, tokens):
+    model = build("qwen3_moe").train(mode)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    with moe_rl.monitor(model, router_aux_loss_coef=0.0) as monitor:
+        model.eval()
+        generate(model)
+        with torch.no_grad():
+            model(tokens, attention_mask=MASK)
+        model.train(mode)
+        with torch.no_grad():
+            model(tokens, attention_mask=MASK)
+        for part in (slice(0, 1), slice(1, 4)):  # of one mini-batch
+            model(tokens[part], attention_mask=MASK[part]).logits.logsumexp(-1).mean().backward()
+        with torch.no_grad():
+            monitor.decides(DECIDES)
+            model(tokens, attention_mask=MASK)
+    row = monitor.row()
+    assert row["load_tokens"] == MASK.sum() + DECIDES.sum() and row["margin_n"] == 3 * row["load_tokens"]
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_what_a_failed_forward_was_given_is_not_said_of_the_next(layer, qwen, tokens):
+    with moe_rl.monitor(qwen, router_aux_loss_coef=0.0) as monitor:
+        hook = qwen.model.layers[layer].register_forward_pre_hook(lambda *_: 1 / 0)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(ZeroDivisionError):
+                qwen(tokens, attention_mask=MASK)
+        hook.remove()
+        with pytest.raises(RoutingError, match="4 rows"):
+            qwen(tokens)
+        qwen(tokens, attention_mask=MASK)
+    assert monitor.row()["load_tokens"] == MASK.sum()
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(4, 1, 9, 9), torch.ones(1, 9)])
+def test_a_forward_that_counts_needs_a_mask_of_its_inputs(mask, qwen, tokens):
+    with moe_rl.monitor(qwen, router_aux_loss_coef=0.0) as monitor:
+        with torch.no_grad():
+            qwen(tokens)  # it does not count
+        with pytest.raises(RoutingError, match="attention_mask"):
+            qwen(tokens, attention_mask=mask)
+        monitor.decides(DECIDES)
+        qwen(tokens, attention_mask=mask)
+    assert monitor.row()["load_tokens"] == DECIDES.sum()
+    with pytest.raises(ConfigError, match="attention_mask"):
+        moe_rl.monitor(qwen, probe={"input_ids": tokens, "attention_mask": mask})
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_routers_without_finite_scores_make_the_row_nan(probed, qwen, tokens):
+    inputs = {"input_ids": tokens, "attention_mask": MASK}
+    monitor = moe_rl.monitor(qwen, probe=inputs if probed else None, router_aux_loss_coef=0.0)
+    broken = qwen.model.layers[2].mlp.gate.weight
+    if not probed:
+        broken.data[3] = torch.nan
+    with monitor:
+        qwen(**inputs)
+    broken.data[3] = torch.nan
+    with pytest.warns(UserWarning, match=rf"layers\.2\.mlp\.gate: the router's scores are not finite for {MASK.sum()}"):
+        row = monitor.row()
+    assert {name for name, value in row.items() if value == value} == {"load_tokens"} and "load_entropy" in row
+    assert [layer["load_entropy"] == layer["load_entropy"] for layer in monitor.layers] == [True, True, False]
+    assert not probed or [layer["expert_change_rate"] for layer in monitor.layers][:2] == [0, 0]
 
 
 # ---------------------------------------------------------------------- in wrappers
@@ -253,7 +321,7 @@ def trained(monitor_of, tokens):
     torch.manual_seed(5)
     for _ in range(2):
         with monitor:
-            model(tokens).logits.log_softmax(-1)[..., 3].mean().backward()
+            model(tokens, attention_mask=MASK).logits.log_softmax(-1)[..., 3].mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         monitor.row()
@@ -265,7 +333,8 @@ def test_a_monitored_model_trains_to_the_same_bits_and_nothing_stays_on_it(token
         __enter__ = __exit__ = row = lambda *_: None
 
     plain = trained(lambda model: Nothing(), tokens)
-    watched = trained(lambda model: moe_rl.monitor(model, probe={"input_ids": tokens}, every=2), tokens)
+    probe = {"input_ids": tokens, "attention_mask": MASK}
+    watched = trained(lambda model: moe_rl.monitor(model, probe=probe, every=2), tokens)
     for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(a, b)
     assert watched.training and all("forward" not in m.__dict__ and not m._forward_pre_hooks for m in watched.modules())
@@ -273,7 +342,7 @@ def test_a_monitored_model_trains_to_the_same_bits_and_nothing_stays_on_it(token
 
 @pytest.mark.parametrize("since", ["step", "start"])
 def test_a_row_compares_with_the_step_or_with_the_start(since, qwen, tokens):
-    probe, rows, traces = {"input_ids": tokens}, [], []
+    probe, rows, traces = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, [], []
     monitor = moe_rl.monitor(qwen, probe=probe, every=2, since=since)
     for step in range(4):
         with torch.no_grad(), record_routing(qwen) as recording:
@@ -295,17 +364,17 @@ def test_a_row_compares_with_the_step_or_with_the_start(since, qwen, tokens):
 @pytest.mark.parametrize(
     "family, overrides, coefficient, said",
     [
-        ("qwen3_moe", {}, None, "0.001: TRL and NeMo Automodel add it to their loss; a loop of your own does not"),
-        ("qwen3_moe", {"output_router_logits": True}, None, "its forward adds it to its loss"),
+        ("qwen3_moe", {}, None, "=0.001."),
         ("qwen3_moe", {}, 0.0, None),
-        ("qwen3_moe", {"router_aux_loss_coef": 0.0}, 0.01, "0.01: this trainer adds it"),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.0}, 0.01, "=0.01."),
         ("qwen3_moe", {"router_aux_loss_coef": 0.0}, None, None),
         ("deepseek_v3", {}, None, None),
     ],
 )
 def test_an_auxiliary_loss_in_the_configuration_is_said_once(family, overrides, coefficient, said):
-    monitor = moe_rl.monitor(torch.nn.ModuleDict({"model": build(family, **overrides)})["model"],
-                             router_aux_loss_coef=coefficient)
+    monitor = moe_rl.monitor(
+        torch.nn.ModuleDict({"model": build(family, **overrides)})["model"], router_aux_loss_coef=coefficient
+    )
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -322,7 +391,7 @@ def test_a_bias_that_moves_under_replay_is_named(replays, moves, warned, tokens)
         model(tokens)
     monitor = moe_rl.monitor(model)
     with torch.no_grad(), monitor, replay_routing(model, recording.trace(tokens) if replays else None):
-        model(tokens)
+        model(tokens, attention_mask=torch.ones_like(tokens))
     if moves:
         model.model.layers[1].mlp.gate.e_score_correction_bias += 0.001
     with warnings.catch_warnings(record=True) as found:
@@ -339,7 +408,7 @@ def test_ratios_of_all_micro_batches_have_the_names_of_the_dictionary(qwen, toke
     mask = torch.rand(4, 130, generator=draw) < 0.9
     monitor = moe_rl.monitor(qwen)
     with torch.no_grad(), monitor:
-        qwen(tokens)
+        qwen(tokens, attention_mask=MASK)
         for part in (slice(0, 1), slice(1, 4)):
             monitor.ratios(new[part], old[part], mask[part])
     row = monitor.row()
@@ -347,52 +416,68 @@ def test_ratios_of_all_micro_batches_have_the_names_of_the_dictionary(qwen, toke
     assert {"token_n", "token_ess", "token_kl_k3"} <= row.keys() <= COLUMNS.keys() and row["token_n"] == mask.sum()
 
 
-def test_no_ratios_say_nothing_and_other_shapes_are_refused(qwen, tokens):
-    monitor, x = moe_rl.monitor(qwen), torch.full((4, 9), 0.1)
-    with torch.no_grad(), monitor:
-        qwen(tokens)
-        monitor.ratios(x, x, torch.zeros_like(MASK))
-    assert "token_ess" not in monitor.row()
-    with pytest.raises(ConfigError, match=r"the old ones \[4, 8\]"):
-        inspect.unwrap(moe_rl.monitor.ratios)(monitor, x, x[:, :8], MASK)
+# ---------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    "settings, value",
+    [
+        (dict(every=0), "every=0"),
+        (dict(since="step 0"), "step 0"),
+        (dict(probe={"tokens": DECIDES}), "tokens"),
+        (dict(probe={"input_ids": DECIDES.long()}), "input_ids"),
+        (dict(probe={"input_ids": DECIDES.long(), "decides": torch.zeros_like(DECIDES)}), "decides"),
+        (dict(probe={"input_ids": DECIDES.long(), "decides": ~MASK, "attention_mask": MASK}), "padding"),
+        (dict(probe={"input_ids": DECIDES.long(), "decides": DECIDES[:, :8]}), r"\[4, 8\]"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(qwen, settings, value):
+    with pytest.raises(ConfigError, match=value):
+        moe_rl.monitor(qwen, **settings)
 
 
-# ---------------------------------------------------------------------- what cannot be is said
-def test_misuse_is_an_error_that_says_what_to_do(qwen, tokens):
-    wrong = pytest.raises
-    with wrong(ConfigError, match="at least 1"):
-        moe_rl.monitor(qwen, every=0)
-    with wrong(ConfigError, match="input_ids"):
-        moe_rl.monitor(qwen, probe={"tokens": tokens})
-    with wrong(ConfigError, match="the probe is a Tensor. Give a dictionary"):
-        inspect.unwrap(probe_of)([], tokens)  # past the check of types, which is there in tests alone
-    with wrong(ConfigError, match=r"decides has shape \(4, 9\) and 0 true values"):
-        moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": torch.zeros_like(DECIDES)})
-    for shapes in ((4, 9), (1, 9), (4, 9)), ((4, 9), (4, 8), (4, 9)), ((4, 9), (4, 9), (4, 1)), ((9,), (9,), (4, 9)):
-        given = [torch.ones(shape) for shape in shapes]
-        said = re.escape(f"log-probs {list(shapes[0])}, the engine's {list(shapes[1])} and the mask {list(shapes[2])}")
-        with wrong(ConfigError, match=said):
-            inspect.unwrap(moe_rl.monitor.engine)(moe_rl.monitor(qwen), *given)
-    with wrong(ConfigError, match=r"decides has shape \(4, 8\)"):
-        moe_rl.monitor(qwen, probe={"input_ids": tokens, "decides": DECIDES[:, :8]})
+def test_calls_out_of_order_are_refused(qwen, tokens):
     monitor = moe_rl.monitor(qwen)
-    with monitor, wrong(RoutingError, match="already in a block"), monitor:
-        pass
-    with wrong(RoutingError, match="no forward of the monitored model"):
-        monitor.row()
-    with wrong(RoutingError, match="outside of the block"):
-        monitor.decides(DECIDES)
+    for call in (monitor.row, lambda: monitor.decides(DECIDES)):
+        with pytest.raises(RoutingError, match="block"):
+            call()
     with monitor:
-        with wrong(RoutingError, match="after the block"):
+        with pytest.raises(RoutingError, match="already in a block"):
+            monitor.__enter__()
+        with pytest.raises(RoutingError, match="inside a block"):
             monitor.row()
         monitor.decides(DECIDES[:, :8])
-        with wrong(RoutingError, match=r"shape \(4, 8\), but the forward has 4 rows of 9"):
+        with pytest.raises(RoutingError, match=r"\(4, 8\)"):
             qwen(tokens)
+        with torch.no_grad():
+            qwen(tokens, attention_mask=MASK)
+    with pytest.raises(RoutingError, match="no forward"):
+        monitor.row()
     with torch.no_grad(), record_routing(qwen) as recording:
         qwen(tokens)
-    probed = moe_rl.monitor(qwen, probe={"input_ids": tokens})
-    with replay_routing(qwen, recording.trace(tokens)), wrong(RoutingError, match="inside replay_routing"), probed:
-        pass
+    probed = moe_rl.monitor(qwen, probe={"input_ids": tokens, "attention_mask": MASK})
+    with replay_routing(qwen, recording.trace(tokens)):
+        qwen(tokens)
+        with pytest.raises(RoutingError, match="replay_routing"), probed:
+            pass
+
+
+@pytest.mark.parametrize("give", ["engine", "ratios"])
+def test_log_probs_that_cannot_be_are_refused(qwen, tokens, give):
+    honest, late = -torch.rand(4, 9), -torch.rand(4, 9)
+    late[1, 2] = -torch.inf
+    with moe_rl.monitor(qwen) as monitor:
+        call = inspect.unwrap(getattr(type(monitor), give))
+        call(monitor, honest, honest, MASK)
+        for pair, mask, value in (
+            ((honest, honest[:, :8]), MASK, r"\[4, 8\]"),
+            ((honest[:1], honest), MASK, r"\[1, 9\]"),
+            ((honest, honest), MASK[:, :1], r"\[4, 1\]"),
+            ((honest, honest), MASK.float(), "float32"),
+            ((honest, late), MASK, "1 of 29"),
+            ((honest.exp(), honest), MASK, "29 of 29"),
+            ((honest, -honest), MASK, "29 of 29"),
+        ):
+            with pytest.raises(ConfigError, match=value):
+                call(monitor, *pair, mask)
 
 
 def test_routers_that_hand_out_no_scores_still_have_a_load(tokens):
@@ -402,9 +487,9 @@ def test_routers_that_hand_out_no_scores_still_have_a_load(tokens):
     family = next(f for f in FAMILIES if f.scores_since is None)
     model = tiny(family)
     monitor = moe_rl.monitor(model)
-    with torch.no_grad(), pytest.warns(UserWarning, match="Not measured: router_confidence"), monitor:
-        model(tokens)
-        model(tokens)
+    with torch.no_grad(), pytest.warns(UserWarning, match="router_confidence"), monitor:
+        for _ in range(2):
+            model(tokens, attention_mask=torch.ones_like(tokens))
     row = monitor.row()
     assert "load_entropy" in row and "router_confidence" not in row
 
@@ -412,34 +497,21 @@ def test_routers_that_hand_out_no_scores_still_have_a_load(tokens):
 def test_the_plain_loop_of_the_page_runs_as_it_stands(qwen, tokens, capsys):
     page = (Path(__file__).parents[2] / "docs" / "your_trainer.md").read_text()
     block = python_block(page, "every=2")
-    assert len(block.splitlines()) <= 20
     optimizer = torch.optim.AdamW(qwen.parameters(), lr=3e-3)
-    names = {"model": qwen, "optimizer": optimizer, "probe": {"input_ids": tokens, "attention_mask": MASK},
-             "steps": [[{"input_ids": tokens[:2]}, {"input_ids": tokens[2:]}]] * 4,
-             "loss": lambda output: output.logits.log_softmax(-1)[..., 3].mean(), "log": print}  # fmt: skip
+    names = {
+        "model": qwen,
+        "optimizer": optimizer,
+        "probe": {"input_ids": tokens, "attention_mask": MASK},
+        "steps": [[{"input_ids": tokens[rows], "attention_mask": MASK[rows]} for rows in ([0, 1], [2, 3])]] * 4,
+        "loss": lambda output: output.logits.log_softmax(-1)[..., 3].mean(),
+        "log": print,
+    }
     exec(block, names)
     printed = [line for line in capsys.readouterr().out.splitlines() if "expert_change_rate" in line]
     assert len(printed) == 2 and "load_entropy" in printed[0]
 
 
 # ---------------------------------------------------------------------- between two rows
-def first_and_moved(model, tokens, between, every=1):
-    """`expert_change_rate` of a step in which nothing changes, after `between` has changed the weights."""
-    monitor = moe_rl.monitor(model, probe={"input_ids": tokens}, every=every)
-    with monitor:
-        model(input_ids=tokens)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing was trained, which is said
-        monitor.row()
-        between(model, monitor)
-        with monitor:
-            model(input_ids=tokens)
-        return monitor.row()["expert_change_rate"]
-
-
-def load_others(model, monitor):
-    model.load_state_dict({name: x + 0.3 * torch.randn_like(x) if x.is_floating_point() else x
-                           for name, x in model.state_dict().items()})
 
 
 def step_outside(model, monitor):
@@ -454,57 +526,25 @@ def fail_in_block(model, monitor):
         raise MemoryError
 
 
-def replace_data(model, monitor):
-    for p in model.parameters():
-        p.data = p.data + 0.3 * torch.randn_like(p)
-
-
-@pytest.mark.parametrize("between", [load_others, step_outside, fail_in_block, replace_data])
+@pytest.mark.filterwarnings("ignore:the routing of the probe")
+@pytest.mark.parametrize("between", [step_outside, fail_in_block])
 def test_what_happens_between_two_rows_is_no_part_of_the_next(qwen, tokens, between):
     torch.manual_seed(0)
-    assert first_and_moved(qwen, tokens, between) == 0
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_row_of_every_fifth_step_says_what_one_step_did(qwen, tokens, fused):
-    """A fused optimizer, as transformers has it by default, does not raise the counters of torch's writes."""
-    rows = {}
-    for every in (1, 5):
-        model = copy.deepcopy(qwen)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
-        monitor = moe_rl.monitor(model, probe={"input_ids": tokens}, every=every)
-        for _ in range(10):
-            with monitor:
-                model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if row := monitor.row():
-                rows[every] = row
-    assert rows[5] == rows[1] and rows[5]["router_shift"] > 0
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_log_probs_that_are_not_finite_are_refused(qwen, tokens, bad):
-    monitor, mask = moe_rl.monitor(qwen), torch.tensor([[True, True, False]])
-    old = torch.tensor([[-1.0, bad, bad]])
+    monitor = moe_rl.monitor(qwen, probe={"input_ids": tokens, "attention_mask": MASK})
     with monitor:
-        qwen(input_ids=tokens)
-        for give in (monitor.ratios, monitor.engine):
-            with pytest.raises(ConfigError, match="1 of 2 differences of log-probs and the .* are not finite"):
-                give(torch.zeros(1, 3), old, mask)
-            with pytest.raises(ConfigError, match="the mask has dtype float32"):
-                inspect.unwrap(give.__func__)(monitor, torch.zeros(1, 3), torch.zeros(1, 3), mask.float())
-        with pytest.raises(ConfigError, match="decides has dtype int64"):
-            monitor.decides(torch.ones(tokens.shape, dtype=torch.long))
-    with pytest.raises(ConfigError, match="every=1.5"):
-        inspect.unwrap(type(monitor).__init__)(monitor, qwen, every=1.5)
+        pass
+    monitor.row()
+    between(qwen, monitor)
+    with monitor:
+        pass
+    assert monitor.row()["expert_change_rate"] == 0
 
 
 def counted(model, **probe):
     """Which inputs of a probe count."""
     monitor = moe_rl.monitor(model, probe=probe, since="start")
     with monitor:
-        model(torch.tensor([[5, 6]]))
+        pass
     perturb(model)
     monitor.row()
     return monitor._before.routes.attention_mask.tolist()
@@ -515,63 +555,8 @@ REAL = [[True, True, True, False, False], [False, True, True, True, True]]
 """A 0 between real tokens is one of them."""
 
 
-def test_a_configuration_may_have_no_padding_token():
-    """As of models that read images, too: their text configuration has it."""
-    without, other = torch.nn.Identity(), torch.nn.Identity()
-    without.config, other.config = SimpleNamespace(), SimpleNamespace(pad_token_id=3)
-    assert pad_of([without, without]) is None and pad_of([without, other]) == 3
-
-
-def test_padding_at_the_ends_of_a_probe_does_not_count_and_is_said(qwen):
-    assert qwen.config.pad_token_id == 0
-    with pytest.warns(UserWarning, match="3 inputs of the probe, at the ends of its rows, are the padding token 0"):
-        assert counted(qwen, input_ids=PADDED) == REAL
-    with pytest.warns(UserWarning, match="3 inputs of the probe"):
-        decides = torch.tensor([[0, 0, 1, 1, 0], [1, 1, 0, 0, 0]]).bool()
-        assert counted(qwen, input_ids=PADDED, decides=decides) == [[False, False, True, False, False],
-                                                                    [False, True, False, False, False]]
-    qwen.config.pad_token_id = None
-    assert counted(qwen, input_ids=PADDED) == [[True] * 5] * 2, "nobody knows"
-
-
 def test_padding_that_the_mask_of_a_probe_names_does_not_count(qwen):
     mask = torch.tensor(REAL)
     assert counted(qwen, input_ids=PADDED, attention_mask=mask) == REAL
     assert counted(qwen, input_ids=PADDED, attention_mask=mask, decides=torch.ones_like(mask)) == REAL
     assert counted(qwen, input_ids=PADDED, attention_mask=torch.ones_like(mask)) == [[True] * 5] * 2
-    with pytest.raises(ConfigError, match="no input of the probe counts"):
-        moe_rl.monitor(qwen, probe={"input_ids": PADDED, "attention_mask": mask, "decides": ~mask})
-
-
-def test_a_mask_that_does_not_say_what_is_padding_is_said(qwen):
-    causal = torch.zeros(2, 1, 5, 5).masked_fill(~torch.ones(5, 5).tril().bool(), float("-inf"))
-    with pytest.warns(UserWarning, match="does not say which inputs are padding, so all count"):
-        assert counted(qwen, input_ids=PADDED, attention_mask=causal) == [[True] * 5] * 2
-
-
-def test_the_load_of_a_padded_probe_is_that_of_its_tokens_alone(qwen):
-    """Right padding changes no real token, so the numbers are those of the rows without it."""
-    ids = torch.tensor([[5, 9, 6], [7, 8, 4]])
-    padded = torch.cat([ids, torch.zeros(2, 6, dtype=torch.long)], 1)
-    rows = []
-    for probe in (ids, padded):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            monitor = moe_rl.monitor(build("qwen3_moe"), probe={"input_ids": probe})
-        with monitor:
-            monitor.model(ids)
-        perturb(monitor.model)
-        rows.append(monitor.row())
-    assert rows[0]["expert_change_rate"] > 0
-    close(*rows)
-
-
-@pytest.mark.parametrize("change", [torch.exp, torch.neg])
-def test_what_is_no_log_probability_is_refused(qwen, tokens, change):
-    monitor, honest = moe_rl.monitor(qwen), -torch.rand(4, 9)
-    with monitor:
-        for give in (monitor.engine, monitor.ratios):
-            give(honest, honest, MASK)
-            for pair in ((change(honest), honest), (honest, change(honest))):
-                with pytest.raises(ConfigError, match="are above 0 at 29 of 29 response tokens"):
-                    give(*pair, MASK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import resource
 import warnings
 
 import numpy as np
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 
 from moe_rl.errors import RoutingError
 from moe_rl.integrations.megatron.trace import read_megatron_trace
-from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes, reported_routes
-from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes
+from moe_rl.routing import Layout, Site
 from tests.benchmarks.fuzz_traces import fuzz
 
 quick = settings(deadline=None, max_examples=50)
@@ -62,13 +63,11 @@ def raw(array, dtype):
 
 WIRES = {
     "vLLM 0.14: array": lambda ids, dtype: ids,
-    "vLLM 0.21: prompt and completion": lambda ids, dtype: (ids[:2], ids[2:]),
-    "vLLM 0.21: nested lists": lambda ids, dtype: (ids[:2].tolist(), ids[2:].tolist()),
+    "nested lists": lambda ids, dtype: ids.tolist(),
     "vLLM 0.22: base64 of .npy": lambda ids, dtype: npy(ids.astype(dtype)),
     "SGLang: base64 of int32": lambda ids, dtype: raw(ids, "int32"),
     "SGLang: meta_info": lambda ids, dtype: {"routed_experts": raw(ids, dtype), "routed_experts_dtype": dtype},
     "prime-rl": lambda ids, dtype: {"data": raw(ids, dtype), "shape": ids.shape, "dtype": dtype, "start": 0},
-    "NeMo-RL": lambda ids, dtype: f"nrlre1:int16:{'x'.join(map(str, ids.shape))}:{raw(ids, 'int16')}",
     "tensor": lambda ids, dtype: torch.from_numpy(ids),
 }
 
@@ -118,13 +117,8 @@ def test_layers_that_are_dense_after_the_last_router_need_num_layers():
     ids = routes(4, shape)
     wide = with_dense(ids, shape, num_layers=7)
     assert np.array_equal(ids_of(decode_routes(wide, layout=shape, tokens=range(5), num_layers=7)), ids)
-    with pytest.raises(RoutingError, match=r"expected \[4 rows, 5 or 3 layers, 2\]"):
+    with pytest.raises(RoutingError, match=r"\(4, 7, 2\)"):
         decode_routes(wide, layout=shape, tokens=range(5))
-
-
-def test_ids_keep_the_order_in_which_the_engine_selected_them():
-    ids = np.array([[[5, 3]], [[1, 6]]])
-    assert ids_of(decode_routes(ids, layout=layout([0]), tokens=[1, 2, 3])).tolist() == [[[5, 3]], [[1, 6]]]
 
 
 def test_expert_255_of_256_in_a_byte_is_an_expert():
@@ -151,32 +145,24 @@ def test_a_row_marked_as_missing_is_unknown_and_lowers_coverage(mark, dtype):
 
 
 BAD = {
-    "all zero": ([0, 0], "all zero, where k = 2"),
-    "twice": ([3, 3], "with an expert twice"),
-    "too large": ([1, 8], "with an id outside 0 … 7"),
-    "half missing": ([1, -1], "with an id outside 0 … 7"),
-    "negative": ([-2, -2], "with an id outside 0 … 7"),
+    "all zero": [0, 0],
+    "an expert twice": [3, 3],
+    "out of range": [1, 8],
+    "out of range, half missing": [1, -1],
+    "out of range, negative": [-2, -2],
 }
 
 
-@pytest.mark.parametrize("row, reason", BAD.values(), ids=BAD)
-def test_a_row_that_cannot_be_a_route_is_refused_and_named(row, reason):
-    shape = layout()
+@pytest.mark.parametrize("reason, row", BAD.items(), ids=BAD)
+def test_a_row_that_cannot_be_a_route_is_refused_and_named_or_on_request_unknown_and_counted(reason, row):
+    shape, reason = layout(), reason.partition(",")[0]
     ids = routes(4, shape)
     ids[2, 1] = row
-    with pytest.raises(RoutingError, match=rf"layers.2.gate \(layer 2\): 1 of 4 rows are {reason}.*row 0, token 2"):
+    with pytest.raises(RoutingError, match=rf"1 of 12 .*1 {reason}.*layers.2.gate, row 0, token 2"):
         decode_routes(ids, layout=shape, tokens=range(5))
-
-
-@pytest.mark.parametrize("row, reason", BAD.values(), ids=BAD)
-def test_on_request_it_becomes_unknown_and_is_counted(row, reason):
-    shape = layout()
-    ids = routes(4, shape)
-    ids[2, 1] = row
-    with pytest.warns(RoutesRefused, match=f"1 rows are not routing and count as missing: 1 {reason}"):
+    with pytest.warns(RoutesRefused, match=f"1 {reason}"):
         trace = decode_routes(ids, layout=shape, tokens=range(5), invalid="unknown")
-    assert trace.coverage == 11 / 12
-    assert not trace.known[0, 2, 1]
+    assert trace.coverage == 11 / 12 and not trace.known[0, 2, 1]
 
 
 def test_expert_zero_alone_is_a_route_where_k_is_one():
@@ -187,74 +173,51 @@ def test_expert_zero_alone_is_a_route_where_k_is_one():
 
 # ---------------------------------------------------------------------- what does not fit
 @pytest.mark.parametrize(
-    "payload, says",
+    "payload, match",
     [
-        (None, "reported no routing"),
-        (np.zeros((4, 3, 2)), "dtype float64; expected integer ids"),
-        (np.zeros((4, 3, 3), int), r"shape \(4, 3, 3\); expected \[4 rows, 5 or 3 layers, 2\]"),
-        (np.zeros((6, 3, 2), int), r"expected \[4 rows, 5 or 3 layers, 2\]"),
-        (np.zeros((4, 6), int), r"shape \(4, 6\); expected"),
-        ([[[1, 2], [3]]], "not an array of ids"),
-        ("not base64!", "neither base64 nor another known text"),
-        (b64(b"\x93NUMPY rubbish"), "cannot be read as one"),
-        (b64(bytes(7)), "cannot be divided into int32 ids"),
-        (b64(bytes(8)), "2 ids came; expected"),
-        ({"values": [], "valid_mask": []}, r"keys \['valid_mask', 'values'\] has no routing"),
-        ({"data": b64(bytes(24)), "shape": [4, 3], "dtype": "uint8"}, r"24 ids do not fit their shape \[4, 3\]"),
-        ({"data": b64(bytes(24)), "dtype": "float16"}, "dtype 'float16'; expected one of uint8"),
-        ({"data": b64(bytes(24)), "start": "2"}, "starts at '2'"),
-        ("nrlre1:int8", "do not fit their shape|cannot be divided"),
-        ((np.zeros((2, 3, 2), int), np.zeros((2, 5, 2), int)), "equal layers and k"),
+        (None, "no routing"),
+        (np.zeros((4, 3, 2)), "float64"),
+        (np.zeros((4, 3, 3), int), r"\(4, 3, 3\)"),
+        (np.zeros((6, 3, 2), int), r"\(6, 3, 2\)"),
+        (np.zeros((4, 6), int), r"\(4, 6\)"),
+        ((np.zeros((2, 3, 2), int), np.zeros((2, 5, 2), int)), "not an array"),
+        ([[[1, 2], [3]]], "not an array"),
+        ("not base64!", "not base64"),
+        (b64(b"\x93NUMPY rubbish"), "npy"),
+        (npy(np.zeros((4, 3, 2), int))[:-4], "npy"),
+        (b64(base64.b64decode(npy(routes(4, layout()))) + bytes(4)), "npy"),
+        (npy(np.array([None])), "npy"),
+        (b64(bytes(7)), "7 bytes"),
+        (b64(bytes(8)), r"\(2,\)"),
+        ({"values": [], "valid_mask": []}, "no routing"),
+        ({"data": b64(bytes(24)), "shape": [4, 3], "dtype": "uint8"}, r"\[4, 3\]"),
+        ({"data": b64(bytes(24)), "dtype": "float16"}, "'float16'"),
+        ({"data": b64(bytes(24)), "dtype": ""}, "dtype ''"),
+        ({"data": b64(bytes(24)), "start": "2"}, "'2'"),
+        ("nrlre1:int8", "not base64"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_says_what_was_expected(payload, says):
-    with pytest.raises(RoutingError, match=says):
+def test_what_does_not_fit_is_refused(payload, match):
+    with pytest.raises(RoutingError, match=match):
         decode_routes(payload, layout=layout(), tokens=range(5))
 
 
 def test_layers_counted_from_another_origin_are_noticed():
     shape = layout([1, 2])
     shifted = np.roll(with_dense(routes(4, shape), shape), -1, axis=1)
-    with pytest.raises(RoutingError, match=r"layers \[0\] have routing, but the MoE layers of the model are \[1, 2\]"):
+    with pytest.raises(RoutingError, match=r"\[1, 2\]"):
         decode_routes(shifted, layout=shape, tokens=range(5))
 
 
 def test_a_model_with_two_sites_in_a_layer_is_refused():
-    with pytest.raises(RoutingError, match="several MoE layers in one decoder layer"):
+    with pytest.raises(RoutingError, match="several MoE layers"):
         decode_routes(np.zeros((1, 2, 2), int), layout=layout([1, 1]), tokens=[1, 2])
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(RoutingError, match='expected "raise" or "unknown"'):
+    with pytest.raises(RoutingError, match="'ignore'"):
         decode_routes(np.zeros((1, 3, 2), int), layout=layout(), tokens=[1, 2], invalid="ignore")
-
-
-ANY = st.recursive(
-    st.none() | st.integers() | st.text(max_size=20) | st.binary(max_size=80) | st.floats() | st.booleans(),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.tuples(inner, inner)
-    | st.dictionaries(st.sampled_from(["data", "routed_experts", "shape", "dtype", "start"]), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    payload=ANY | st.binary().map(b64) | st.binary().map(lambda rest: b64(b"\x93NUMPY\x01\x00" + rest)),
-    n=st.integers(0, 5),
-    start=st.integers(-2, 6),
-    invalid=st.sampled_from(["raise", "unknown"]),
-)
-def test_rubbish_is_a_routing_error_or_a_valid_trace_never_anything_else(payload, n, start, invalid):
-    shape = layout([0, 2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RoutesRefused)
-        try:
-            trace = decode_routes(payload, layout=shape, tokens=range(n), start=start, invalid=invalid)
-        except RoutingError:
-            return
-    assert trace == RoutingTrace.from_ids(trace.ids(), shape)  # which checks every id
 
 
 # ---------------------------------------------------------------------- Megatron
@@ -263,8 +226,16 @@ def trace_file(path, forwards, layers, block="decoder", broken=None):
     with path.open("w") as file:
         for step, ids in enumerate(forwards):
             for i, layer in enumerate(layers):
-                record = {"step": step, "stage": "pre_dispatch", "block": block, "layer": layer, "rank": 0,
-                          "num_tokens": len(ids), "topk": ids.shape[2], "top_indices": ids[:, i].tolist()}
+                record = {
+                    "step": step,
+                    "stage": "pre_dispatch",
+                    "block": block,
+                    "layer": layer,
+                    "rank": 0,
+                    "num_tokens": len(ids),
+                    "topk": ids.shape[2],
+                    "top_indices": ids[:, i].tolist(),
+                }
                 file.write(json.dumps(record | (broken or {})) + "\n")
     return path
 
@@ -281,13 +252,6 @@ def test_a_router_trace_gives_back_every_forward(tmp_path, numbering, batch):
             assert np.array_equal(trace.ids()[b].numpy(), ids[b::batch])  # row t * batch + b is token t of sequence b
 
 
-def test_micro_batches_of_one_step_are_forwards_of_their_own(tmp_path):
-    shape = layout()
-    path = trace_file(tmp_path / "t.jsonl", [routes(6, shape, 0)], (1, 2, 4))
-    path.write_text(path.read_text() * 2)
-    assert len(list(read_megatron_trace(path, shape))) == 2
-
-
 def test_multi_token_prediction_records_are_not_decoder_layers(tmp_path):
     shape = layout()
     decoder = trace_file(tmp_path / "a.jsonl", [routes(6, shape)], (1, 2, 4)).read_text()
@@ -300,9 +264,9 @@ def test_multi_token_prediction_records_are_not_decoder_layers(tmp_path):
 @pytest.mark.parametrize(
     "layers, broken, says",
     [
-        ((1, 2), None, r"layers \[1, 2\], but the MoE layers are \[1, 2, 4\]"),
-        ((1, 2, 4), {"topk": 3}, "line 1: indices have shape"),
-        ((1, 2, 4), {"top_indices": "x"}, "line 1 is not a record"),
+        ((1, 2), None, r"\[1, 2, 4\]"),
+        ((1, 2, 4), {"topk": 3}, "line 1"),
+        ((1, 2, 4), {"top_indices": "x"}, "line 1"),
         ((1, 2, 4), {"block": "mtp"}, "no decoder record"),
     ],
 )
@@ -312,14 +276,12 @@ def test_a_router_trace_that_does_not_fit_is_refused_with_its_line(tmp_path, lay
         list(read_megatron_trace(path, layout()))
 
 
-def test_a_missing_a_cut_and_an_indivisible_router_trace_are_refused(tmp_path):
-    with pytest.raises(RoutingError, match="no Megatron router trace"):
-        list(read_megatron_trace(tmp_path / "none.jsonl", layout()))
+def test_a_cut_and_an_indivisible_router_trace_are_refused(tmp_path):
     path = trace_file(tmp_path / "t.jsonl", [routes(5, layout())], (1, 2, 4))
-    with pytest.raises(RoutingError, match="a multiple of batch=2"):
+    with pytest.raises(RoutingError, match="batch=2"):
         list(read_megatron_trace(path, layout(), batch=2))
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(RoutingError, match="line 3 is not a record"):
+    with pytest.raises(RoutingError, match="line 3"):
         list(read_megatron_trace(path, layout()))
 
 
@@ -358,9 +320,16 @@ def test_packed_rows_from_a_start_and_missing_ones_weigh_nothing():
     assert not trace.known[0, 3].any() and not trace.gates[0, 3].any()
 
 
-@pytest.mark.parametrize("wire", [lambda w: w, lambda w: w.tolist(), lambda w: torch.from_numpy(w),
-                                  lambda w: {"data": b64(w.tobytes()), "dtype": "float32"},
-                                  lambda w: {"data": b64(w.astype("float16").tobytes()), "dtype": "float16"}])
+@pytest.mark.parametrize(
+    "wire",
+    [
+        lambda w: w,
+        lambda w: w.tolist(),
+        lambda w: torch.from_numpy(w),
+        lambda w: {"data": b64(w.tobytes()), "dtype": "float32"},
+        lambda w: {"data": b64(w.astype("float16").tobytes()), "dtype": "float16"},
+    ],
+)
 def test_weights_may_come_apart(wire):
     shape = layout()
     ids = routes(4, shape)
@@ -378,41 +347,33 @@ def test_weights_beside_the_ids_of_one_payload_come_back_bit_for_bit(experts, dt
     shape = layout(experts=experts, k=3)
     ids = routes(4 + extra, shape)
     weights = weights_of(ids)
-    payload = {"data": b64(with_dense(ids, shape)[start:].astype(dtype).tobytes()), "start": start, "dtype": dtype,
-               "shape": [4 + extra - start, 5, 3], "format_version": 1,
-               "weights": {"data": b64(with_dense(weights, shape)[start:].tobytes()), "dtype": "float32"}}
+    payload = {
+        "data": b64(with_dense(ids, shape)[start:].astype(dtype).tobytes()),
+        "start": start,
+        "dtype": dtype,
+        "shape": [4 + extra - start, 5, 3],
+        "format_version": 1,
+        "weights": {"data": b64(with_dense(weights, shape)[start:].tobytes()), "dtype": "float32"},
+    }
     trace = decode_routes(payload, layout=shape, tokens=range(5))
     assert np.array_equal(ids_of(trace)[start:], ids[start:4]) and not trace.known[0, :start].any()
     assert np.array_equal(trace.gates[0, start:], weights[start:4]) and not trace.gates[0, :start].any()
-    for change, says in (({"format_version": 2}, "format_version 2"), ({"format_version": np.ones(2)}, "version 1"),
-                         ({"weights": {}}, "gates do not fit"),
-                         ({"weights": {"data": payload["weights"]["data"][:-16]}}, "gates do not fit")):
-        with pytest.raises(RoutingError, match=says):
-            decode_routes(payload | change, layout=shape, tokens=range(5))
+    for weights_of_it in ({}, {"data": payload["weights"]["data"][:-16]}):
+        with pytest.raises(RoutingError, match="gates"):
+            decode_routes(payload | {"weights": weights_of_it}, layout=shape, tokens=range(5))
     for twice in (payload, packed(ids, weights, shape)):
         with pytest.raises(RoutingError, match="given twice"):
             decode_routes(twice, layout=shape, tokens=range(5), gates=weights)
 
 
-@pytest.mark.parametrize("weight, says", [(np.nan, "expected finite"), (-0.1, "expected finite"), (0, "1e-06 or more")])
-def test_packed_weights_that_cannot_be_are_refused(weight, says):
+@pytest.mark.parametrize("weight, match", [(np.nan, "NaN"), (np.inf, "infinite"), (-0.1, "finite"), (0, "1e-06")])
+def test_weights_that_cannot_be_are_refused(weight, match):
     shape = layout()
     ids = routes(4, shape)
     weights = weights_of(ids)
     weights[2, 1] = weight
-    with pytest.raises(RoutingError, match=says):
-        decode_routes(packed(ids, weights, shape), layout=shape, tokens=range(5))
-
-
-def test_packed_weights_are_finite_before_they_are_looked_at():
-    """What a diagnosis reads: of rows that nobody reported, the bits of -1 would be a NaN."""
-    shape, ids = layout(), routes(4, layout())
-    payload = packed(ids[2:], weights_of(ids)[2:], shape) | {"start": 2}
-    read, weights = reported_routes(payload, layout=shape, tokens=range(5), any_k=True)
-    assert (read[:2] == -1).all() and not weights[:2].any() and np.isfinite(weights).all()
-    infinite = packed(ids, np.full_like(weights_of(ids), np.inf), shape)
-    with pytest.raises(RoutingError, match="NaN or infinite"):
-        reported_routes(infinite, layout=shape, tokens=range(5), any_k=True)
+    with pytest.raises(RoutingError, match=match):
+        decode_routes(ids, layout=shape, tokens=range(5), gates=weights)
 
 
 def test_twice_as_many_ids_are_not_taken_for_weights():
@@ -423,16 +384,12 @@ def test_twice_as_many_ids_are_not_taken_for_weights():
 
 
 def test_a_file_of_numpy_that_claims_to_be_a_giant_takes_no_room():
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**12, 5, 2)})
-    with pytest.raises(RoutingError, match="cannot be read as one .*0 bytes are not"):
-        decode_routes(b64(file.getvalue()), layout=layout(), tokens=range(5))
-
-
-def test_an_empty_dtype_is_not_the_usual_one():
-    ids = routes(4, layout())
-    with pytest.raises(RoutingError, match="dtype ''"):
-        decode_routes({"data": raw(ids, "int32"), "dtype": ""}, layout=layout(), tokens=range(5))
+    for size in (10**12, 10**9):
+        file = io.BytesIO()
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (size, 5, 2)})
+        with pytest.raises(RoutingError, match="npy"):
+            decode_routes(b64(file.getvalue()), layout=layout(), tokens=range(5))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6, "KiB"
 
 
 def test_damaged_payloads_and_files_are_refused_or_read_right():
@@ -440,3 +397,71 @@ def test_damaged_payloads_and_files_are_refused_or_read_right():
     found = fuzz(400, seed=5)
     refused = sum(count for what, count in found.items() if what.endswith("refused"))
     assert refused > 700 and sum(found.values()) == 800
+
+
+# ---------------------------------------------------------------------- what a payload leaves out
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
+def test_a_dtype_that_is_left_out_is_the_one_that_fits_the_shape(dtype):
+    """prime-rl omits the key for uint8."""
+    shape = layout((0, 1, 2))
+    ids = routes(8, shape)
+    payload = {"data": raw(ids, dtype), "shape": [8, 3, 2]}
+    assert np.array_equal(ids_of(decode_routes(payload, layout=shape, tokens=range(9))), ids)
+    with pytest.raises(RoutingError, match=r"dtype None|\[5, 3, 2\]"):
+        decode_routes(payload | {"shape": [5, 3, 2]}, layout=shape, tokens=range(6))
+
+
+@pytest.mark.parametrize(
+    "wire", ["vLLM 0.14: array", "SGLang: base64 of int32", "prime-rl", "vLLM 0.22: base64 of .npy"]
+)
+def test_a_trace_that_ends_early_is_unknown_there_on_request(wire):
+    shape = layout((0, 1, 2))
+    ids = routes(8, shape)
+    payload = WIRES[wire](ids[:6], "uint8")
+    with pytest.raises(RoutingError, match="8 rows"):
+        decode_routes(payload, layout=shape, tokens=range(9))
+    with pytest.warns(RoutesRefused, match="last 2 of 8"):
+        trace = decode_routes(payload, layout=shape, tokens=range(9), invalid="unknown")
+    assert np.array_equal(ids_of(trace)[:6], ids[:6]) and (ids_of(trace)[6:] == -1).all()
+
+
+@pytest.mark.parametrize("row", [[0, 1], [5, 2]])
+def test_equal_rows_in_all_layers_are_dummies(row):
+    shape = layout((0, 1, 2))
+    ids = routes(12, shape)
+    ids[-5:] = row
+    with pytest.raises(RoutingError, match="15 dummies.* token 7: " + str(row).replace("[", r"\[")):
+        decode_routes(ids, layout=shape, tokens=range(13))
+    with pytest.warns(RoutesRefused, match="15 dummies"):
+        trace = decode_routes(ids, layout=shape, tokens=range(13), invalid="unknown")
+    assert np.array_equal(ids_of(trace)[:7], ids[:7]) and (ids_of(trace)[7:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "layers, experts, k, rows, tokens",
+    [
+        ((0, 1, 2), 8, 2, 2, range(13)),  # 28^-6 happens
+        ((0, 1, 2), 8, 2, 12, [7] * 13),  # one token again and again goes one way in each layer
+        ((0,), 8, 2, 12, range(13)),  # a router that collapsed
+        ((0, 1), 4, 1, 8, range(13)),  # 4^-15 happens
+        ((0, 1, 2), 2, 2, 12, range(13)),  # there is no other set
+    ],
+)
+def test_equal_rows_that_chance_may_make_are_routes(layers, experts, k, rows, tokens):
+    shape = layout(layers, experts, k)
+    ids = routes(12, shape)
+    ids[:rows] = np.arange(k)[::-1]
+    assert np.array_equal(ids_of(decode_routes(ids, layout=shape, tokens=tokens)), ids)
+
+
+def test_a_read_only_array_from_the_last_token_on_has_no_rows_or_one():
+    shape = layout((0, 1, 2))
+    ids = routes(4, shape)
+    ids.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        last = decode_routes(ids[3:], layout=shape, tokens=range(5), start=3)
+    assert np.array_equal(ids_of(last)[3:], ids[3:]) and (ids_of(last)[:3] == -1).all()
+    assert decode_routes(ids[:0], layout=shape, tokens=range(5), start=4).coverage == 0
+    with pytest.raises(RoutingError, match="from start 5"):
+        decode_routes(ids[:0], layout=shape, tokens=range(5), start=5)

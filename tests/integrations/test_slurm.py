@@ -23,32 +23,49 @@ def test_settings_come_from_a_file_and_from_the_command_line_which_wins(tmp_path
     file = tmp_path / "cluster.toml"
     file.write_text('partition = "gpu"\ngpus = 2\noptions = ["--account=lab"]\npreamble = "module load cuda"\n')
     asked = launcher(str(file), ["launcher.gpus=1", "launcher.time=04:00:00", "launcher.container=apptainer exec a b"])
-    assert asked == Slurm(partition="gpu", gpus=1, options=("--account=lab",), preamble="module load cuda",
-                          time="04:00:00", container="apptainer exec a b")
+    assert asked == Slurm(
+        partition="gpu",
+        gpus=1,
+        options=("--account=lab",),
+        preamble="module load cuda",
+        time="04:00:00",
+        container="apptainer exec a b",
+    )
     assert launcher("slurm", ["launcher.options=--qos=low --comment='a b'"]).options == ("--qos=low", "--comment=a b")
     assert launcher("slurm", ["launcher.partition=8"]).partition == "8" and launcher("local", []) is None
 
 
-@pytest.mark.parametrize("name, settings, words", [
-    ("local", ["launcher.gpus=1"], "Add --launcher slurm"),
-    ("sge", [], "is unknown. Use local, slurm, or a TOML file"),
-    ("slurm", ["launcher.gpu=1"], "no setting of the launcher is called 'gpu': did you mean .*gpus"),
-    ("slurm", ["launcher.gpus=two"], "launcher.gpus='two' must be of type int, not str"),
-    ("slurm", ["launcher.gpus"], "has no value"),
-    ("slurm", ["launcher.array=0"], "launcher.array=0 must be at least 1"),
-    ("{file}", [], "is not a TOML file"),
-])  # fmt: skip
-def test_what_cannot_be_meant_is_refused_with_what_to_do(tmp_path, name, settings, words):
+@pytest.mark.parametrize(
+    "name, settings, match",
+    [
+        ("local", ["launcher.gpus=1"], "launcher.gpus=1"),
+        ("sge", [], "sge"),
+        ("slurm", ["launcher.gpu=1"], "launcher.gpu='1'.*gpus"),
+        ("slurm", ["launcher.gpus=two"], "launcher.gpus='two'"),
+        ("slurm", ["launcher.gpus"], "launcher.gpus has no value"),
+        ("slurm", ["launcher.ranks=0"], "launcher.ranks='0'"),
+        ("{file}", [], "bad.toml"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path, name, settings, match):
     (tmp_path / "bad.toml").write_text("partition = gpu")
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=match):
         launcher(name.format(file=tmp_path / "bad.toml"), settings)
 
 
 def test_what_sbatch_is_asked_for(tmp_path):
     asked = Slurm(partition="gpu", time="1:00:00", gpus=2, memory="8G", warning=60, options=("--account=lab",))
     words = arguments("my_study", tmp_path, asked, 24, 8)
-    assert {"--array=0-23%8", "--requeue", "--signal=B:USR1@60", "--gres=gpu:2", "--time=1:00:00", "--mem=8G",
-            "--partition=gpu", "--account=lab"} < set(words)
+    assert {
+        "--array=0-23%8",
+        "--requeue",
+        "--signal=B:USR1@60",
+        "--gres=gpu:2",
+        "--time=1:00:00",
+        "--mem=8G",
+        "--partition=gpu",
+        "--account=lab",
+    } < set(words)
     plain = arguments("my_study", tmp_path, Slurm(), 1, None)
     assert "--array=0-0" in plain and not any(w.startswith(("--gres", "--time", "--mem", "--part")) for w in plain)
 
@@ -57,8 +74,13 @@ def test_the_script_is_shell_and_starts_ranks_inside_the_container(tmp_path):
     text = script(tmp_path / "it's here", Slurm(ranks=4, container="apptainer exec a.sif", python="/p/python"))
     assert "command=(apptainer exec a.sif /p/python -m torch.distributed.run --standalone --nproc-per-node 4 " in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    first = subprocess.run(["bash"], input=text.partition("\ntask=")[0] + '\necho "$here|${#command[@]}"', text=True,
-                           capture_output=True, check=True)  # fmt: skip
+    first = subprocess.run(
+        ["bash"],
+        input=text.partition("\ntask=")[0] + '\necho "$here|${#command[@]}"',
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     assert first.stdout == f"{tmp_path}/it's here|12\n"
 
 
@@ -68,23 +90,23 @@ def test_without_a_submission_nobody_is_asked_and_without_slurm_it_is_said(tmp_p
     here = tmp_path / "fake" / ".jobs" / "1"
     here.mkdir(parents=True)
     runs.write_json(here / "submission.json", {"job": "7", "runs": [{"path": "grpo/base/seed=0", "steps": 12}]})
-    with pytest.raises(RunError, match="squeue cannot be run .*of a SLURM cluster"):
+    with pytest.raises(RunError, match="squeue"):
         scheduled(tmp_path)
     planned = study.runs(tmp_path)[0]
     with runs.RunFolder.open(planned.path, planned.config.to_dict(), planned.config.hash):
         pass
     assert cli.main(["runs", "list", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "interrupted" in out and "The states of the scheduler are missing" in err
+    assert "interrupted" in out and "squeue" in err
     assert cli.main(["run", FAKE, "--out", str(tmp_path / "b"), "--launcher", "slurm", "--mix-code"]) == 2
-    assert "sbatch cannot be run" in capsys.readouterr().err
+    assert "sbatch" in capsys.readouterr().err
 
 
 def test_runs_of_several_ranks_are_checked_before_they_are_submitted(monkeypatch):
     monkeypatch.setattr(ranks, "_planned", 1)
     run = megatron_study.base
     ranks.plan_for(2)
-    with pytest.raises(ConfigError, match="policy='hf' runs in one process, but this run has 2"):
+    with pytest.raises(ConfigError, match="policy='hf'"):
         execute.check(run)
     pytest.importorskip("megatron", reason="pip install 'moe_rl[megatron]'")
     execute.check(run.replace(policy="megatron(ep=2)"))
@@ -92,7 +114,7 @@ def test_runs_of_several_ranks_are_checked_before_they_are_submitted(monkeypatch
 
 
 def test_only_a_job_with_the_name_of_the_study_is_its_own_and_is_cancelled(tmp_path, monkeypatch):
-    """A folder that somebody sent may hold the number of any job."""
+    """The job of a folder that was sent from elsewhere may be another one here."""
     for number, job in (("1", "7"), ("2", "8"), ("x1", "9")):
         here = tmp_path / "fake" / ".jobs" / number
         here.mkdir(parents=True)
@@ -104,5 +126,5 @@ def test_only_a_job_with_the_name_of_the_study_is_its_own_and_is_cancelled(tmp_p
         asked.append((program, *words))
         return "7_0|moe-rl-fake|RUNNING|None\n8_0|somebody's training|RUNNING|None\n9_0|moe-rl-fake|RUNNING|None\n"
 
-    monkeypatch.setattr(slurm, "asked_of", answer)
+    monkeypatch.setattr(slurm, "call", answer)
     assert cancel(tmp_path) == ["7_0"] and asked[-1] == ("scancel", "7_0")

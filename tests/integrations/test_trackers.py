@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import time
 from pathlib import Path
 
 import pytest
 
 from moe_rl import cli
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.integrations.trackers import Tracked, export, find_tracker, read_run, values_of
+from moe_rl.integrations.trackers import Tracked, export, find_tracker, values_of
 from moe_rl.storage.columns import TABLES, entry
 from moe_rl.storage.folder import RunFolder, read_manifest, run_folders
 from moe_rl.storage.frames import diff, labels_of, read_table
@@ -42,8 +40,9 @@ def expected(path):
             continue
         for row in read_table(path, table).to_dict("records"):
             names = "".join(f"/{key}_{row[key]}" for key in keys[1:])
-            found |= {(f"{table}/{c}{names}", row["step"]): float(v) for c, v in row.items()
-                      if c not in keys and v == v}
+            found |= {
+                (f"{table}/{c}{names}", row["step"]): float(v) for c, v in row.items() if c not in keys and v == v
+            }
     return found
 
 
@@ -59,17 +58,25 @@ def of(folder, run):
 
 
 def test_the_points_of_two_steps_by_hand():
-    tables = {"steps": [{"step": 2, "reward": math.nan, "own_note": "text", "seconds_step": 3.0},
-                        {"step": 1, "reward": 0.5, "exact": None, "seconds_step": 2.0}],
-              "updates": [{"step": 2, "update": 1, "loss": 1}],
-              "layers": [{"step": 2, "site": 3, "layer": 4, "expert_change_rate": 0.25}],
-              "evaluations": [{"step": 2, "benchmark": "held_out", "problem": 7, "sample": 1, "reward": 1.0}],
-              "rollouts": [{"step": 2, "rollout": 17, "reward": 1.0, "prompt": "?"}]}  # fmt: skip
+    tables = {
+        "steps": [
+            {"step": 2, "reward": math.nan, "own_note": "text", "seconds_step": 3.0},
+            {"step": 1, "reward": 0.5, "exact": None, "seconds_step": 2.0},
+        ],
+        "updates": [{"step": 2, "update": 1, "loss": 1}],
+        "layers": [{"step": 2, "site": 3, "layer": 4, "expert_change_rate": 0.25}],
+        "evaluations": [{"step": 2, "benchmark": "held_out", "problem": 7, "sample": 1, "reward": 1.0}],
+        "rollouts": [{"step": 2, "rollout": 17, "reward": 1.0, "prompt": "?"}],
+    }
     (first, one), (second, two) = values_of(tables).items()
     assert (first, one) == (1, {"steps/reward": 0.5, "steps/seconds_step": 2.0}) and second == 2
     assert math.isnan(two.pop("steps/reward")), "measured, and not finite"
-    assert two == {"steps/seconds_step": 3.0, "updates/loss/update_1": 1.0, "layers/layer/site_3": 4.0,
-                   "layers/expert_change_rate/site_3": 0.25}
+    assert two == {
+        "steps/seconds_step": 3.0,
+        "updates/loss/update_1": 1.0,
+        "layers/layer/site_3": 4.0,
+        "layers/expert_change_rate/site_3": 0.25,
+    }
 
 
 def test_every_number_of_every_table_is_given_under_the_names_of_the_dictionary(tmp_path, capsys):
@@ -101,58 +108,14 @@ def run_for(path, steps):
         fake_study.train(config, folder, cache=path)
 
 
-def busy(path, steps, after_each=lambda: None):
-    """A run that is published, extended, and whose parts and commits are removed, again and again."""
-    for more in range(1, steps + 1):
-        run_for(path, 3 * more)
-        after_each()
-
-
-def test_following_gives_what_is_new(tmp_path):
-    path = tmp_path / "fake/grpo/base/seed=0"
-    run_for(path, 5)
-
-    def wait(seconds):
-        if len(points(tmp_path / "lines/fake+grpo+base+seed=0.jsonl")) == 12:
-            raise KeyboardInterrupt
-        run_for(path, 12)
-
-    lines = export(tmp_path / "fake", f"{LINES}={tmp_path / 'lines'}", follow=True, wait=wait)
-    assert [next(lines), next(lines)] == [f"fake/grpo/base/seed=0: {n} steps" for n in (5, 7)]
-    with pytest.raises(KeyboardInterrupt):
-        next(lines)
-    assert given(points(tmp_path / "lines/fake+grpo+base+seed=0.jsonl")) == expected(path)
-    assert (tmp_path / "lines/fake+grpo+base+seed=0.closed").exists()
-
-
-def test_what_is_read_while_the_run_commits_and_finishes_is_whole(tmp_path):
-    path = tmp_path / "fake/grpo/base/seed=0"
-    fork = multiprocessing.get_context("fork")
-    was_read = fork.Event()
-
-    def wait_for_a_whole_look():
-        for _ in range(2):  # the first may have begun before
-            was_read.clear()
-            was_read.wait(20)
-
-    process = fork.Process(target=busy, args=(path, 8, wait_for_a_whole_look))
-    process.start()
-    seen = []
-    while process.is_alive() or not seen:
-        if (path / "manifest.json").exists():
-            values = values_of(read_run(path))
-            seen.append(len(values))
-            assert list(values) == list(range(1, len(values) + 1))
-            was_read.set()
-        time.sleep(0.005)
-    process.join()
-    assert seen == sorted(seen) and len(set(seen)) > 5
-
-
-@pytest.mark.parametrize("tracker, steps, words", [
-    ("Failing", 2, "ConnectionError('the service is down"), ("Refusing", 0, "OSError('no such service')"),
-    ("Absent", 0, "no tracker"),
-])
+@pytest.mark.parametrize(
+    "tracker, steps, words",
+    [
+        ("Failing", 2, "ConnectionError('the service is down"),
+        ("Refusing", 0, "OSError('no such service')"),
+        ("Absent", 0, "no tracker"),
+    ],
+)
 def test_a_tracker_that_fails_is_dropped_with_a_warning_and_changes_nothing(tmp_path, capsys, tracker, steps, words):
     config = fake_study.study.base
     paths = [tmp_path / f"{name}/fake/grpo/base/seed=0" for name in ("with", "without")]
@@ -160,34 +123,59 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning_and_changes_nothing(tmp_
     for path, trackers in zip(paths, ([target, f"{LINES}={tmp_path / 'all'}"], []), strict=True):
         carry_out(Planned(path, config), "tests.fake_study:train", tmp_path, trackers)
     said = capsys.readouterr().err
-    assert said.count("is no longer used") == 1 and words in said and f"the tracker {target}" in said
+    assert said.count("no longer used") == 1 and words in said and f"the tracker {target}" in said
     assert len(points(tmp_path / "lines/fake+grpo+base+seed=0.jsonl")) == steps
     assert given(points(tmp_path / "all/fake+grpo+base+seed=0.jsonl")) == expected(paths[0]), "others go on"
     assert (tmp_path / "all/fake+grpo+base+seed=0.closed").exists()
     assert diff(*paths) is None
 
 
-def test_run_gives_a_tracker_its_rows_and_says_nothing_of_it_in_the_configuration(tmp_path, monkeypatch,
-                                                                                 forked_workers):
+def test_run_gives_a_tracker_its_rows_and_says_nothing_of_it_in_the_configuration(
+    tmp_path, monkeypatch, forked_workers
+):
     monkeypatch.setenv("PYTHONPATH", ".:tests")
-    assert cli.main(["run", FAKE, "--seeds", "0", "--arms", "grpo", "--jobs", "1", "--out", str(tmp_path),
-                     "--track", f"{LINES}={tmp_path / 'lines'}"]) == 0  # fmt: skip
+    assert (
+        cli.main(
+            [
+                "run",
+                FAKE,
+                "--seeds",
+                "0",
+                "--arms",
+                "grpo",
+                "--jobs",
+                "1",
+                "--out",
+                str(tmp_path),
+                "--track",
+                f"{LINES}={tmp_path / 'lines'}",
+            ]
+        )
+        == 0
+    )
     (run,) = tracked(tmp_path / "fake")
     assert given(points(of(tmp_path / "lines", run))) == expected(tmp_path / run.place)
     assert run.config == fake_study.study.base.to_dict()
 
 
-def test_a_run_that_goes_on_gives_its_earlier_steps_again(tmp_path):
+def test_a_run_that_goes_on_gives_the_steps_after_its_last_commit_and_export_all(tmp_path):
     path, target = tmp_path / "fake/grpo/base/seed=0", f"{LINES}={tmp_path / 'lines'}"
     run_for(path, 5)
     carry_out(Planned(path, fake_study.study.base), "tests.fake_study:train", tmp_path, [target])
-    assert given(points(tmp_path / "lines/fake+grpo+base+seed=0.jsonl")) == expected(path)
+    file = tmp_path / "lines/fake+grpo+base+seed=0.jsonl"
+    wanted = expected(path)
+    assert given(points(file)) == {key: value for key, value in wanted.items() if key[1] > 5}
+    list(export(tmp_path / "fake", target))
+    assert given(points(file)) == wanted
 
 
-@pytest.mark.parametrize("text, words", [
-    ("wanndb", "no tracker is called 'wanndb': did you mean wandb"),
-    ("tests.own_trackers:Line", "did you mean Lines"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("wanndb", "no tracker is called 'wanndb': did you mean wandb"),
+        ("tests.own_trackers:Line", "did you mean Lines"),
+    ],
+)
 def test_what_is_no_tracker_is_refused_before_anything_starts(tmp_path, text, words, capsys):
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         find_tracker(text)
@@ -197,9 +185,9 @@ def test_what_is_no_tracker_is_refused_before_anything_starts(tmp_path, text, wo
 
 def test_an_export_that_the_tracker_refuses_and_one_of_nothing_say_so(tmp_path):
     root = fake_runs(tmp_path, seeds=(0,))
-    with pytest.raises(RunError, match="did not accept the rows of fake/grpo/base/seed=0: ConnectionError"):
+    with pytest.raises(RunError, match="fake/grpo/base/seed=0: ConnectionError"):
         list(export(root, f"tests.own_trackers:Failing={tmp_path / 'lines'}"))
-    with pytest.raises(RunError, match="no run below"):
+    with pytest.raises(RunError, match="none"):
         list(export(tmp_path / "none", f"{LINES}={tmp_path / 'lines'}"))
 
 

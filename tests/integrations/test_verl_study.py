@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 
 import pytest
 
 from moe_rl.cli import main
 from moe_rl.config import ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.integrations.verl.log import read_log
+from moe_rl.integrations.verl.log import entries, read_log
 from moe_rl.integrations.verl.reward import compute_score, row_of
 from moe_rl.integrations.verl.rollouts import read_rollouts
-from moe_rl.integrations.verl.settings import TRANSLATED, WITHOUT_EFFECT, Data, check_settings, overrides_of
+from moe_rl.integrations.verl.settings import Data, check_settings, overrides_of
+from moe_rl.integrations.verl.study import check
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.objectives.methods import arm
 from moe_rl.registry import Component
@@ -33,9 +35,22 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def run(checkpoint):
-    base = RunConfig(arm=arm("gspo(clip_low=0.02,clip_high=0.03)+old_policy"), model=ModelConfig(name=str(checkpoint)),
-                     seed=3, steps=4, prompts_per_step=6, group_size=5, mini_batches=3, epochs=2, engine="vllm",
-                     max_new_tokens=9, eval_prompts=8, eval_every=2, micro_batch=7, temperature=0.8)
+    base = RunConfig(
+        arm=arm("gspo(clip_low=0.02,clip_high=0.03)+old_policy"),
+        model=ModelConfig(name=str(checkpoint)),
+        seed=3,
+        steps=4,
+        prompts_per_step=6,
+        group_size=5,
+        mini_batches=3,
+        epochs=2,
+        engine="vllm",
+        max_new_tokens=9,
+        eval_prompts=8,
+        eval_every=2,
+        micro_batch=7,
+        temperature=0.8,
+    )
     return base.replace(**{"cold_start.target": 0, "optimizer.lr": 1e-3, "measure.responses": 11})
 
 
@@ -46,29 +61,46 @@ def settings(run, tmp_path, *further):
 
 def test_what_a_study_declares_becomes_settings_of_verl(run, tmp_path):
     found, actor = settings(run, tmp_path), "actor_rollout_ref.actor."
-    assert found[f"{actor}policy_loss.loss_mode"] == '"moe_rl:gspo(clip_low=0.02,clip_high=0.03)' + \
-        '+name=\'gspo(clip_low=0.02,clip_high=0.03)+old_policy\'"'
+    assert (
+        found[f"{actor}policy_loss.loss_mode"]
+        == '"moe_rl:gspo(clip_low=0.02,clip_high=0.03)' + "+name='gspo(clip_low=0.02,clip_high=0.03)+old_policy'\""
+    )
     expected = {
-        f"{actor}loss_agg_mode": '"seq-mean-token-mean"', f"{actor}fsdp_config.router_replay.mode": '"R2"',
-        f"{actor}fsdp_config.router_replay.measured_sequences": "11", f"{actor}ppo_mini_batch_size": "2",
-        f"{actor}fsdp_config.router_replay.updates_per_step": "6", f"{actor}ppo_epochs": "2",
-        f"{actor}optim.lr": "0.001", f"{actor}optim.weight_decay": "0.0", "actor_rollout_ref.rollout.n": "5",
-        "actor_rollout_ref.rollout.name": '"vllm"', "actor_rollout_ref.rollout.temperature": "0.8",
-        "actor_rollout_ref.model.path": f'"{run.model.name}"', "data.train_batch_size": "6",
-        "data.max_response_length": "9", "data.max_prompt_length": "13", "trainer.total_training_steps": "4",
-        "trainer.test_freq": "2", "trainer.rollout_data_dir": f'"{tmp_path}/rollouts"',
+        f"{actor}loss_agg_mode": '"seq-mean-token-mean"',
+        f"{actor}fsdp_config.router_replay.mode": '"R2"',
+        f"{actor}fsdp_config.router_replay.measured_sequences": "11",
+        f"{actor}ppo_mini_batch_size": "2",
+        f"{actor}fsdp_config.router_replay.updates_per_step": "6",
+        f"{actor}ppo_epochs": "2",
+        f"{actor}optim.lr": "0.001",
+        f"{actor}optim.weight_decay": "0.0",
+        "actor_rollout_ref.rollout.n": "5",
+        "actor_rollout_ref.rollout.name": '"vllm"',
+        "actor_rollout_ref.rollout.temperature": "0.8",
+        "actor_rollout_ref.model.path": f'"{run.model.name}"',
+        "data.train_batch_size": "6",
+        "data.max_response_length": "9",
+        "data.max_prompt_length": "13",
+        "trainer.total_training_steps": "4",
+        "trainer.test_freq": "2",
+        "trainer.rollout_data_dir": f'"{tmp_path}/rollouts"',
         f"{actor}ppo_max_token_len_per_gpu": f"{7 * (13 + 9)}",
         "algorithm.rollout_correction.bypass_mode": "false",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": "false",
-    }  # fmt: skip
+    }
     assert {key: found[key] for key in expected} == expected
     assert settings(run.replace(**{"measure.rollouts": 0}), tmp_path)["trainer.rollout_data_dir"] == "null"
 
 
-@pytest.mark.parametrize("routes, mode, of_rollout", [
-    ("live", "disabled", "false"), ("rollout", "R3", "true"),
-    (Component("soft", ratio=0.5), "moe_rl:soft(ratio=0.5)", "false"),
-    (Component("by_layer", first=2, base="rollout"), "moe_rl:by_layer(first=2, base='rollout')", "true")])
+@pytest.mark.parametrize(
+    "routes, mode, of_rollout",
+    [
+        ("live", "disabled", "false"),
+        ("rollout", "R3", "true"),
+        (Component("soft", ratio=0.5), "moe_rl:soft(ratio=0.5)", "false"),
+        (Component("by_layer", first=2, base="rollout"), "moe_rl:by_layer(first=2, base='rollout')", "true"),
+    ],
+)
 def test_routes_become_a_mode_of_replay(run, tmp_path, routes, mode, of_rollout):
     found = settings(run.replace(**{"arm.routes": routes}), tmp_path)
     assert json.loads(found["actor_rollout_ref.actor.fsdp_config.router_replay.mode"]) == mode
@@ -81,55 +113,132 @@ def test_a_checkpoint_beside_the_study_is_found_from_verl_s_own_folder(run, chec
     assert found["actor_rollout_ref.model.path"] == f'"{checkpoint}"'
 
 
-def test_further_settings_are_about_machines(run, tmp_path):
-    assert settings(run, tmp_path, "trainer.n_gpus_per_node=8")["trainer.n_gpus_per_node"] == "8"
-    with pytest.raises(ConfigError, match=r"verl\.data\.train_batch_size=8: the study decides this"):
-        overrides_of(run, tmp_path, ["data.train_batch_size=8"])
-    with pytest.raises(ConfigError, match="write verl.KEY=VALUE"):
-        overrides_of(run, tmp_path, ["trainer.nnodes"])
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.train_batch_size=8",
+        f"{ACTOR}.fsdp_config.router_replay={{mode:R3}}",
+        f"{ACTOR}.optim={{lr:1.0}}",
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16",
+        f"++{ACTOR}.optim.override_optimizer_config.eps=1",
+        f"{ACTOR}.optim=null",
+        f"{ACTOR}.optim.lr_warmup_steps_ratio=0.5",
+        f"{ROLLOUT}.top_p=0.5",
+        f"{ROLLOUT}.val_kwargs.do_sample=True",
+        "custom_reward_function.path=x",
+        "reward.custom_reward_function.name=x",
+        f"{ACTOR}.fsdp_config.router_replay._target_=x",
+        "trainer.nnodes",
+        "~trainer.nnodes",
+        "model_engine=megatron",
+        "actor@actor_rollout_ref.actor=megatron_actor",
+    ],
+)
+def test_what_a_study_decides_is_decided_however_it_is_written(run, tmp_path, word):
+    with pytest.raises(ConfigError, match=rf"verl\.{re.escape(word)}: "):
+        overrides_of(run, tmp_path, [word])
+
+
+@pytest.mark.parametrize(
+    "word", ["trainer.nnodes=2", "+ray_kwargs.ray_init.num_gpus=1", f"+{ROLLOUT}.engine_kwargs.vllm={{a:'b, c:d'}}"]
+)
+def test_other_words_reach_verl_as_they_are(run, tmp_path, word):
+    words = overrides_of(run, tmp_path, [word])
+    assert word in words and not [other for other in words if other.startswith("++trainer.nnodes=")] * (
+        "nnodes" in word
+    )
+
+
+@pytest.mark.parametrize(
+    "change, weights, compute, sums, engine",
+    [
+        ({}, "fp32", "fp32", "fp32", "float32"),
+        ({"model.dtype": "bfloat16"}, "bf16", "bf16", "bf16", "bfloat16"),
+        (
+            {"policy": "fsdp(compute_dtype=bfloat16)", "engine": "vllm(dtype=bfloat16)"},
+            "fp32",
+            "bf16",
+            "fp32",
+            "bfloat16",
+        ),
+    ],
+)
+def test_weights_sums_forwards_and_engine_have_dtypes_of_their_own(
+    run, tmp_path, change, weights, compute, sums, engine
+):
+    changed = run.replace(**change)
+    words, fsdp = settings(changed, tmp_path), f"{ACTOR}.fsdp_config"
+    mixed = f'{{param_dtype:"{compute}",reduce_dtype:"{sums}",buffer_dtype:"{sums}"}}'
+    assert (words[f"{fsdp}.model_dtype"], words[f"{fsdp}.mixed_precision"]) == (f'"{weights}"', mixed)
+    assert words[f"{ROLLOUT}.dtype"] == f'"{engine}"'
+    assert ["compute_dtype=bfloat16" in caution for caution in check(changed)][1:] == [True] * (weights == "bf16")
 
 
 REFUSED = {
-    "router_noise.scale": 2.0, "batches": "lagged(lag=2)", "policy": "megatron(tp=2)", "stop": ("x",), "top_p": 0.9,
-    "top_k": 3, "min_p": 0.1, "optimizer.warmup": 3, "optimizer.name": "sgd", "optimizer.router_lr_scale": 0.0,
-    "optimizer.loss_free_bias": 1e-3, "model.router_dtype": "float32", "cold_start.target": 0.3,
-    "hf_checkpoints": (1,), "measure.full": True, "measure.gradient_cosine": True, "arm.ratio_routes": "rollout",
-    "model.overrides": {"num_experts": 4}, "engine": "hf", "mini_batches": 4, "optimizer.grad_clip": 0.0,
-    "model.dtype": "float16", "model.name": "qwen3_moe-tiny",
-}  # fmt: skip
+    "router_noise.scale": 2.0,
+    "batches": "lagged(lag=2)",
+    "policy": "megatron(tp=2)",
+    "policy  ": "own:policy",
+    "stop": ("x",),
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "optimizer.warmup": 3,
+    "optimizer.name": "sgd",
+    "optimizer.router_lr_scale": 0.0,
+    "optimizer.loss_free_bias": 1e-3,
+    "model.router_dtype": "float32",
+    "cold_start.target": 0.3,
+    "hf_checkpoints": (1,),
+    "measure.full": True,
+    "measure.gradient_cosine": True,
+    "arm.ratio_routes": "rollout",
+    "model.overrides": {"num_experts": 4},
+    "engine": "hf",
+    "engine ": "vllm(gpu_memory=0.5)",
+    "engine  ": "vllm(dtype=float16)",
+    "policy ": "fsdp(reduce=update)",
+    "mini_batches": 4,
+    "optimizer.grad_clip": 0.0,
+    "model.dtype": "float16",
+    "model.name": "qwen3_moe-tiny",
+}
 
 
 @pytest.mark.parametrize("key, value", REFUSED.items())
 def test_what_verl_cannot_do_is_refused_by_its_name(run, key, value):
     check_settings(run)
-    with pytest.raises(ConfigError, match=rf"^{key.replace('.', '[.]')}=.*--trainer verl"):
-        check_settings(run.replace(**{key: value}))
+    with pytest.raises(ConfigError, match=rf"^{key.strip().replace('.', '[.]')}="):
+        check_settings(run.replace(**{key.strip(): value}))
 
 
-@pytest.mark.parametrize("written, message", [
-    ("grpo+recall", "recall.*cannot run in verl"), ("grpo+kl(coef=0.1)", "with its terms"),
-    ("grpo+under_noise(sigma=0.1)", "cannot run in verl"), ("grpo+old_policy+anchor=engine", "arm.anchor=engine"),
-    ("grpo+advantage=normalized(scale=none)", "with its advantage")])
+@pytest.mark.parametrize(
+    "written, message",
+    [
+        ("grpo+recall", "recall"),
+        ("grpo+kl(coef=0.1)", "terms"),
+        ("grpo+under_noise(sigma=0.1)", "under_noise"),
+        ("grpo+old_policy+anchor=engine", "arm.anchor=engine"),
+        ("grpo+advantage=normalized(scale=none)", "advantage"),
+    ],
+)
 def test_arms_that_verl_cannot_train_are_refused(run, written, message):
     with pytest.raises(ConfigError, match=message):
         check_settings(run.replace(arm=arm(written)))
 
 
-def test_a_setting_that_nobody_translated_is_refused_when_it_is_not_the_default(run, monkeypatch):
-    """What verl can do is listed: a setting that comes later is refused until it is."""
-    for key in ("seed", "epochs", "arm.loss"):
-        assert key in TRANSLATED
-        with monkeypatch.context() as patch:
-            patch.setattr("moe_rl.integrations.verl.settings.TRANSLATED", TRANSLATED - {key})
-            with pytest.raises(ConfigError, match=rf"{key}="):
-                check_settings(run)
-    assert not TRANSLATED & WITHOUT_EFFECT
-
-
 def test_prompts_are_those_of_our_trainer_step_by_step(run):
     data, task, loaded = Data.of(run), load_task(run.task), load(run.model, 0)
-    collector = Collector(run=run, task=task, engine=HFEngine(loaded.model, loaded.tokenizer),
-                          tokenizer=loaded.tokenizer, held_out=held_out(task, 8))
+    collector = Collector(
+        run=run,
+        task=task,
+        engine=HFEngine(loaded.model, loaded.tokenizer),
+        tokenizer=loaded.tokenizer,
+        held_out=held_out(task, 8),
+    )
     for step in range(run.steps):
         assert data.train[step * 6 : step * 6 + 6] == collector.draw_prompts(6, step + 1)
     assert [prompt.text for prompt in data.held_out] == [prompt.text for prompt in collector.held_out]
@@ -143,15 +252,27 @@ def test_the_reward_is_the_task_s(run):
 
 
 # ---------------------------------------------------------------------- logs
-FIRST = {"actor/routing/coverage": 1.0, "actor/routing/pull": 0.25, "actor/routing/token_ess": 0.9,
-         "actor/routing/update_01/token_ess": 1.0, "actor/routing/update_02/token_ess": 0.8,
-         "actor/routing/update_02/load_entropy": 0.8,
-         "actor/routing/step_expert_change_rate": 0.15, "actor/routing/step_expert_change_rate/layer_01": 0.1,
-         "actor/routing/step_expert_change_rate/layer_03": 0.2, "actor/routing/load_max_violation/layer_03": 0.9,
-         "actor/routing/update_02/expert_change_rate": 0.06, "actor/routing/engine_kl_k3": 1e-9,
-         "actor/routing/engine_expert_change_rate": 0.03, "actor/routing/engine_expert_change_rate/layer_01": 0.03,
-         "critic/score/mean": 0.5, "val-core/moe_rl/acc/mean@1": 0.25, "val-aux/moe_rl/reward/mean@1": 0.375,
-         "timing_s/step": 2.0, "actor/grad_norm": None}
+FIRST = {
+    "actor/routing/coverage": 1.0,
+    "actor/routing/pull": 0.25,
+    "actor/routing/token_ess": 0.9,
+    "actor/routing/update_01/token_ess": 1.0,
+    "actor/routing/update_02/token_ess": 0.8,
+    "actor/routing/update_02/load_entropy": 0.8,
+    "actor/routing/step_expert_change_rate": 0.15,
+    "actor/routing/step_expert_change_rate/layer_01": 0.1,
+    "actor/routing/step_expert_change_rate/layer_03": 0.2,
+    "actor/routing/load_max_violation/layer_03": 0.9,
+    "actor/routing/update_02/expert_change_rate": 0.06,
+    "actor/routing/engine_kl_k3": 1e-9,
+    "actor/routing/engine_expert_change_rate": 0.03,
+    "actor/routing/engine_expert_change_rate/layer_01": 0.03,
+    "critic/score/mean": 0.5,
+    "val-core/moe_rl/acc/mean@1": 0.25,
+    "val-aux/moe_rl/reward/mean@1": 0.375,
+    "timing_s/step": 2.0,
+    "actor/grad_norm": None,
+}
 
 
 def write(file, *lines):
@@ -163,39 +284,48 @@ def test_a_log_becomes_rows(tmp_path):
     rows = read_log([write(tmp_path / "a.jsonl", (0, {"val-core/x/acc/mean@1": 0.125}), (1, FIRST))], active=True)
     assert rows["steps"] == [
         {"step": 0, "eval_exact_greedy": 0.125},
-        {"step": 1, "reward": 0.5, "own_pull": 0.25, "own_token_ess": 0.9, "own_coverage": 1.0, "engine_kl_k3": 1e-9,
-         "engine_expert_change_rate": 0.03,
-         "expert_change_rate": 0.15, "eval_exact_greedy": 0.25, "eval_reward_greedy": 0.375, "seconds_step": 2.0}]
-    assert rows["updates"] == [{"step": 1, "update": 1, "token_ess": 1.0},
-                               {"step": 1, "update": 2, "token_ess": 0.8, "expert_change_rate": 0.06}]
-    assert rows["layers"] == [{"step": 1, "site": 0, "layer": 1, "expert_change_rate": 0.1},
-                              {"step": 1, "site": 1, "layer": 3, "expert_change_rate": 0.2}]
+        {
+            "step": 1,
+            "reward": 0.5,
+            "own_pull": 0.25,
+            "own_token_ess": 0.9,
+            "own_coverage": 1.0,
+            "engine_kl_k3": 1e-9,
+            "engine_expert_change_rate": 0.03,
+            "expert_change_rate": 0.15,
+            "eval_exact_greedy": 0.25,
+            "eval_reward_greedy": 0.375,
+            "seconds_step": 2.0,
+        },
+    ]
+    assert rows["updates"] == [
+        {"step": 1, "update": 1, "token_ess": 1.0},
+        {"step": 1, "update": 2, "token_ess": 0.8, "expert_change_rate": 0.06},
+    ]
+    assert rows["layers"] == [
+        {"step": 1, "site": 0, "layer": 1, "expert_change_rate": 0.1},
+        {"step": 1, "site": 1, "layer": 3, "expert_change_rate": 0.2},
+    ]
 
 
-def test_a_console_says_the_same_as_a_file(tmp_path):
-    text = " - ".join(f"{key}:np.float64({value})" if "pull" in key else f"{key}:{value}"
-                      for key, value in FIRST.items() if value is not None)
-    console = tmp_path / "console.txt"
-    console.write_text(f"noise\n\x1b[36m(TaskRunner pid=3)\x1b[0m step:1 - {text}\nstep: no\n")
-    assert read_log([console]) == read_log([write(tmp_path / "a.jsonl", (1, FIRST))])
-
-
-def test_a_response_in_the_console_is_no_step(tmp_path):
-    console = tmp_path / "console.txt"
-    console.write_text("\n".join([
-        "step:1 - critic/score/mean:0.5 - actor/grad_norm:np.float64(nan) - timing_s/step:None",
-        "[response] The plan is step:2 - critic/score/mean:0.9", "step:3 - first we add 4/2:1", "step:4 - so x:7",
-        "\x1b[36m(TaskRunnerV1 pid=7, ip=10.0.0.2)\x1b[0m step:5 - critic/score/mean:1e-05",
-        "step:6 - val-core/math dapo - a:b/acc/mean@1:0.25 - critic/score/mean:0.75", "step:7 - " + "a/" * 50_000]))
-    assert read_log([console])["steps"] == [{"step": 1, "reward": 0.5}, {"step": 5, "reward": 1e-05},
-                                            {"step": 6, "reward": 0.75, "eval_exact_greedy": 0.25}]
+def test_a_log_is_read_on_from_where_it_ended(tmp_path):
+    whole = write(tmp_path / "a.jsonl", (1, FIRST), (2, FIRST | {"critic/score/mean": 0.75})).read_bytes()
+    part, cut = tmp_path / "b.jsonl", whole.index(b"\n") + 30
+    part.write_bytes(whole[:cut])
+    first, end = entries(part)
+    part.write_bytes(whole)
+    second, _ = entries(part, end)
+    assert [step for step, _ in first] == [1] and end < cut
+    assert first + second == entries(tmp_path / "a.jsonl")[0] and second[0][1]["critic/score/mean"] == 0.75
 
 
 def test_several_held_out_sets_have_a_column_each(tmp_path):
     both = {f"val-core/{name}/acc/mean@1": value for name, value in (("openai/gsm8k", 0.25), ("MATH-500", 0.75))}
     rows = read_log([write(tmp_path / "a.jsonl", (1, both), (2, {"val-core/MATH-500/acc/mean@1": 0.5}))])["steps"]
-    assert rows == [{"step": 1, "own_eval_exact_greedy_openai_gsm8k": 0.25, "own_eval_exact_greedy_MATH_500": 0.75},
-                    {"step": 2, "eval_exact_greedy": 0.5}]
+    assert rows == [
+        {"step": 1, "own_eval_exact_greedy_openai_gsm8k": 0.25, "own_eval_exact_greedy_MATH_500": 0.75},
+        {"step": 2, "eval_exact_greedy": 0.5},
+    ]
 
 
 def test_of_a_step_that_was_made_twice_the_later_one_counts(tmp_path):
@@ -223,10 +353,12 @@ def test_a_step_that_was_saved_and_not_logged_has_its_evaluation_alone(tmp_path)
 def test_a_log_without_coverage_is_refused_where_moe_rl_must_be_active(tmp_path):
     file = write(tmp_path / "a.jsonl", (1, FIRST), (2, {"critic/score/mean": 0.5}))
     assert len(read_log([file])["steps"]) == 2
-    with pytest.raises(RunError, match="step 2 .* was not active"):
+    with pytest.raises(RunError, match="step 2 "):
         read_log([file], active=True)
-    with pytest.raises(RunError, match="no step of verl"):
-        read_log([write(tmp_path / "b.jsonl")])
+    for text in ("", "step:1 - critic/score/mean:0.5\n", "[1]\n"):
+        file.write_text(text)
+        with pytest.raises(RunError, match="a.jsonl"):
+            read_log([file])
 
 
 # ---------------------------------------------------------------------- the command
@@ -246,12 +378,12 @@ def test_a_dry_run_prints_verl_s_command_and_starts_nothing(checkpoint, tmp_path
     call = ["run", "declared.py", "--trainer", "verl", "--dry-run"]
     assert main([*call, "--set", "verl.trainer.n_gpus_per_node=8", "--set", "cold_start.target=0"]) == 0
     shown = "".join(capsys.readouterr().out.split())
-    assert "python-mverl.trainer.main_ppo" in shown and "++trainer.n_gpus_per_node=8" in shown
+    assert "python-mverl.trainer.main_ppo" in shown and "trainer.n_gpus_per_node=8" in shown
     assert "verl/train.parquet" in shown and not (tmp_path / "runs").exists()
     if importlib.util.find_spec("verl") is None:
         assert main(call[:-1]) == 2 and "--trainer verl needs verl" in capsys.readouterr().err
     assert main([*call, "--set", "router_noise.scale=2.0"]) == 2
-    assert "router_noise.scale=2.0: --trainer verl supports only 0.0" in capsys.readouterr().err
+    assert "router_noise.scale=2.0" in capsys.readouterr().err
     assert main([*call[:-2], "skyrl", "--dry-run"]) == 2
     assert "no trainer is called 'skyrl'" in capsys.readouterr().err
 
@@ -267,8 +399,10 @@ def test_a_run_that_somebody_made_by_hand_is_drawn(tmp_path, monkeypatch, capsys
     assert {file.stem for file in (tmp_path / "runs/mine/figures").iterdir()} >= {"learning", "expert_change"}
     assert main(["report", "runs/mine"]) == 0 and main(["runs", "show", "runs/mine/gspo/base/seed=0"]) == 0
     capsys.readouterr()
-    for log, seed, message in (("gsm8k", 0, "runs/mine/gspo/base/seed=0 already exists. Give a new folder."),
-                               ("none", 1, "log none.jsonl not found")):
+    for log, seed, message in (
+        ("gsm8k", 0, "runs/mine/gspo/base/seed=0 already exists. Give a new folder."),
+        ("none", 1, "log none.jsonl not found"),
+    ):
         assert main(["runs", "import", f"{log}.jsonl", "--to", f"runs/mine/gspo/base/seed={seed}"]) == 2
         assert capsys.readouterr().err == f"moe-rl: {message}\n"
 
@@ -288,8 +422,10 @@ def test_an_imported_run_claims_no_settings_and_cannot_be_run_again(tmp_path, mo
 
 def dump(folder, step, *scores):
     folder.mkdir(exist_ok=True)
-    lines = [{"input": f"{n // 4}+1=", "output": f"said {n}", "gts": "1", "score": score, "step": step, "uid": f"{n}"}
-             for n, score in enumerate(scores)]
+    lines = [
+        {"input": f"{n // 4}+1=", "output": f"said {n}", "gts": "1", "score": score, "step": step, "uid": f"{n}"}
+        for n, score in enumerate(scores)
+    ]
     (folder / f"{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -311,34 +447,8 @@ def test_rollouts_that_verl_wrote_are_read(tmp_path, monkeypatch, capsys):
     assert main(["runs", "read", "runs/mine/gspo/base/seed=0", "--page", "read.html"]) == 0
     assert "NaN" not in (tmp_path / "read.html").read_text().partition("<script>")[0]
     assert [row["reward"] for row in read_rollouts(tmp_path / "dump", 2, 3)] == [0.25, 0.5, 0, 14 / 32, 28 / 32]
-    with pytest.raises(ConfigError, match="contains no file N.jsonl of a step from 1 to 2"):
+    with pytest.raises(ConfigError, match="from 1 to 2"):
         read_rollouts(tmp_path, 2)
     (tmp_path / "dump" / "1.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
-    with pytest.raises(ConfigError, match="line 1: expected input and output as texts.* prompt, response"):
+    with pytest.raises(ConfigError, match="1.jsonl, line 1"):
         read_rollouts(tmp_path / "dump", 2)
-
-
-def test_options_of_a_trainer_reach_it_and_what_is_beside_it(tmp_path, monkeypatch):
-    from moe_rl.study.workers import load
-
-    (tmp_path / "own_with_options.py").write_text("def execute(run, *, lag=1):\n    return run, lag\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load("own_with_options:execute(lag=3)")("run") == ("run", 3)
-    assert load("own_with_options:execute")("run") == ("run", 1)
-
-
-def test_names_and_numbers_of_a_log_that_are_no_measurements_change_no_row(tmp_path):
-    odd = {"critic/score/mean": 0.5, "actor/routing/step_step": 7, "actor/routing/step_arm": 3, "training/x": 10**400,
-           "actor/routing/step_step/layer_3": 1, "actor/routing/step_expert_change_rate/layer_99999999999999999999": 1,
-           "actor/routing/step_expert_change_rate/layer_2": 0.25, "actor/routing/update_99999999999999999999/pull": 1}
-    rows = read_log([write(tmp_path / "a.jsonl", (1, odd))])
-    assert rows["layers"] == [{"step": 1, "site": 0, "layer": 2, "expert_change_rate": 0.25}] and rows["updates"] == []
-    (step,) = rows["steps"]
-    assert step["step"] == 1 and step["reward"] == 0.5 and "arm" not in step
-
-
-@pytest.mark.parametrize("text", ["", '{"input": "a", "output": "b", "score": 1' + "0" * 400 + "}"])
-def test_rollouts_without_a_response_or_with_a_score_that_is_no_number_are_named(tmp_path, text):
-    (tmp_path / "1.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match="1.jsonl"):
-        read_rollouts(tmp_path, 1)

@@ -13,7 +13,8 @@ The tests' docstrings name the public issues. A file is named where the test is 
  9 multi-token prediction aliases a layer     test_a_multi_token_prediction_router_takes_no_decoder_layers_routes
 10 routes in a first-in-first-out queue,      test_checkpointing_recomputes_each_micro_batch_under_its_own_routes
    two forwards recorded as one,              test_mismatched_forwards_do_not_join
-   gates gathered from what top-k left        test_forced_experts_get_the_familys_own_weights (routing/test_hooks.py)
+   gates gathered from what top-k left
+     test_forced_ids_reach_the_experts_with_the_familys_own_weights_and_gradient (routing/test_families.py)
 11 a recomputation that routes differently    test_the_backward_recomputation_uses_the_forwards_routes
 12 routes left by a forward-only pass         test_forwards_without_backward_leave_nothing_for_the_next_update
 13 padding that is replayed or counted        test_padding_is_forced_nowhere_and_counted_nowhere
@@ -21,7 +22,7 @@ The tests' docstrings name the public issues. A file is named where the test is 
 15 the last prompt token loses its route      test_the_last_prompt_token_keeps_its_route_however_little_is_sampled
 16 stale rows of a longer request             test_rows_beyond_the_sequence_are_refused
 17 routes of newer weights than log-probs,    test_routes_of_two_weight_versions_do_not_become_one_trace
-   a server that still has old weights        test_sglang_length_abort_and_old_weights (rollouts/test_http.py)
+   a server that still has old weights        test_a_push_that_did_not_arrive_is_an_error (integrations/test_server.py)
 18 a capture of zeros                         test_a_capture_of_zeros_is_refused_layer_by_layer
 19 ids beyond 255 in a byte                   test_experts_beyond_255_survive_recording_saving_and_replay
 20 replay without routes,                     test_replay_without_routes_is_an_error_and_of_some_reports_its_share

@@ -70,8 +70,16 @@ def sets(x):
 def changes(case):
     """Per site the sums of `route_change`, by a loop over sets."""
     sites = len(case.layout.sites)
-    total = {name: [0.0] * sites for name in ("n", "unknown", "expert_change_rate", "any_change_rate",
-                                              "jaccard_distance")}
+    total = {
+        name: [0.0] * sites
+        for name in (
+            "volatility_tokens",
+            "volatility_unknown",
+            "expert_change_rate",
+            "any_change_rate",
+            "jaccard_distance",
+        )
+    }
     tokens = any_layer = layers = 0
     old, new = sets(case.before), sets(case.after)
     for b, t in case.mask.nonzero().tolist():
@@ -79,10 +87,10 @@ def changes(case):
         for s in range(sites):
             a, z = old[b][t][s], new[b][t][s]
             if not a or not z:
-                total["unknown"][s] += 1
+                total["volatility_unknown"][s] += 1
                 continue
             flips.append(a != z)
-            total["n"][s] += 1
+            total["volatility_tokens"][s] += 1
             total["expert_change_rate"][s] += 1 - len(a & z) / max(len(a), len(z))
             total["any_change_rate"][s] += a != z
             total["jaccard_distance"][s] += 1 - len(a & z) / len(a | z)
@@ -99,9 +107,9 @@ def test_route_change_equals_a_loop_over_sets(case, strided):
         before, after = torch.cat([before, before], 2)[:, :, : before.shape[2]], after.mT.contiguous().mT
     found = route_change(before, after, case.mask)
     for name, value in changes(case).items():
-        assert getattr(found, name).tolist() == pytest.approx(value, rel=1e-14), name
+        assert found[name].tolist() == pytest.approx(value, rel=1e-14), name
     mixed = route_change(before, case.after, case.mask)
-    assert all(torch.equal(x, getattr(mixed, name)) for name, x in vars(found).items())
+    assert all(torch.equal(x, mixed[name]) for name, x in found.items())
 
 
 @quick
@@ -125,11 +133,11 @@ def test_load_and_responses_equal_counts_in_a_loop(case):
                 usage_change[s] += sum(abs(a.count(e) / len(a) - z.count(e) / len(z)) for e in set(a) | set(z)) / 2
     given = case.given(case.before), case.given(case.after)
     load = load_statistics(given[0], [site.num_experts for site in case.layout.sites], case.mask)
-    assert torch.equal(load.counts.float(), counts)
+    assert torch.equal(load["load"].nan_to_num().float(), counts)
     change = response_change(*given, case.mask, experts)
-    assert change.responses.tolist() == responses
-    assert change.response_set_change.tolist() == pytest.approx(set_change, abs=1e-12)
-    assert change.response_usage_change.tolist() == pytest.approx(usage_change, abs=1e-12)
+    assert change["responses"].tolist() == responses
+    assert change["response_set_change"].tolist() == pytest.approx(set_change, abs=1e-12)
+    assert change["response_usage_change"].tolist() == pytest.approx(usage_change, abs=1e-12)
 
 
 @quick
@@ -138,12 +146,14 @@ def test_traces_are_made_of_any_dtype_and_compared_as_sets(case):
     before, after = (RoutingTrace.from_ids(case.given(x), case.layout) for x in (case.before, case.after))
     assert torch.equal(before.ids(), case.before) and torch.equal(signed(before.experts), case.before)
     assert torch.equal(used(before.experts), case.before >= 0)
-    same = [[[a == z for a, z in zip(x, y, strict=True)] for x, y in zip(xs, ys, strict=True)]
-            for xs, ys in zip(sets(case.before), sets(case.after), strict=True)]
+    same = [
+        [[a == z for a, z in zip(x, y, strict=True)] for x, y in zip(xs, ys, strict=True)]
+        for xs, ys in zip(sets(case.before), sets(case.after), strict=True)
+    ]
     assert before.same_sets(after).tolist() == same
     log_probs = torch.rand(case.before.shape).log()
     found = [router_confidence(log_probs, x, case.mask) for x in (case.before, before.experts)]
-    assert all(torch.equal(x, getattr(found[1], name)) for name, x in vars(found[0]).items())
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 @quick
@@ -178,17 +188,20 @@ def test_a_fault_is_found_wherever_it_is(case, data):
 def test_blocks_change_nothing(measure, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     shape = Layout(tuple(Site(f"layers.{s}", s, 8, 4) for s in range(16)), "x")
-    before, after = (torch.rand(3, 40, 16, 8, generator=generator).argsort(-1)[..., :4].to(torch.uint8)
-                     for _ in range(2))
+    before, after = (
+        torch.rand(3, 40, 16, 8, generator=generator).argsort(-1)[..., :4].to(torch.uint8) for _ in range(2)
+    )
     mask = torch.rand(3, 40, generator=generator) < 0.8
 
     def found():
         one, other = (RoutingTrace.from_ids(x, shape) for x in (before, after))
-        return {"route": lambda: vars(route_change(before, after, mask)),
-                "response": lambda: vars(response_change(before, after, mask, 8)),
-                "load": lambda: {"counts": load_statistics(before, 8, mask).counts},
-                "sets": lambda: {"same": one.same_sets(other)},
-                "check": lambda: {"experts": RoutingTrace.from_ids(before.long(), shape).experts}}[measure]()
+        return {
+            "route": lambda: route_change(before, after, mask),
+            "response": lambda: response_change(before, after, mask, 8),
+            "load": lambda: load_statistics(before, 8, mask),
+            "sets": lambda: {"same": one.same_sets(other)},
+            "check": lambda: {"experts": RoutingTrace.from_ids(before.long(), shape).experts},
+        }[measure]()
 
     whole = found()
     monkeypatch.setattr(ids, "BLOCK", 7 * 16)
@@ -197,8 +210,9 @@ def test_blocks_change_nothing(measure, monkeypatch):
         torch.testing.assert_close(value, whole[name], rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("slots, experts, dtype", [(254, 255, torch.uint8), (255, 256, torch.int16),
-                                                   (300, 400, torch.int16)])
+@pytest.mark.parametrize(
+    "slots, experts, dtype", [(254, 255, torch.uint8), (255, 256, torch.int16), (300, 400, torch.int16)]
+)
 def test_counts_of_many_slots_do_not_overflow(slots, experts, dtype):
     generator = torch.Generator().manual_seed(0)
     before, after = (torch.rand(1, 2, 1, experts, generator=generator).argsort(-1)[..., :slots] for _ in range(2))
@@ -207,8 +221,8 @@ def test_counts_of_many_slots_do_not_overflow(slots, experts, dtype):
     assert one.experts.dtype == dtype
     change = route_change(one.experts, other.experts, torch.ones(1, 2, dtype=torch.bool))
     both = [set(x) & set(y) for x, y in zip(before[0, :, 0].tolist(), after[0, :, 0].tolist(), strict=True)]
-    assert change.expert_change_rate.item() == pytest.approx(sum(1 - len(x) / slots for x in both), rel=1e-12)
-    assert change.jaccard_distance.item() == pytest.approx(sum(1 - len(x) / (2 * slots - len(x)) for x in both))
+    assert change["expert_change_rate"].item() == pytest.approx(sum(1 - len(x) / slots for x in both), rel=1e-12)
+    assert change["jaccard_distance"].item() == pytest.approx(sum(1 - len(x) / (2 * slots - len(x)) for x in both))
     with pytest.raises(RoutingError, match="contain an expert twice"):
         RoutingTrace.from_ids(torch.full_like(before, 3), shape)
 
@@ -218,17 +232,19 @@ def test_metrics_stay_on_the_device_of_the_ids():
     before, after = (torch.rand(2, 5, 3, 9, generator=generator).argsort(-1)[..., :2].to(torch.uint8) for _ in range(2))
     shape = Layout(tuple(Site(f"layers.{s}", s, 9, 2) for s in range(3)), "x")
     mask = torch.rand(2, 5, generator=generator) < 0.8
-    measures = {"route": lambda a, b: route_change(a, b, mask, torch.ones(a.shape, device=a.device)),
-                "response": lambda a, b: response_change(a, b, mask.to(a.device), 9),
-                "load": lambda a, b: load_statistics(a, 9, mask.to(a.device))}
+    measures = {
+        "route": lambda a, b: route_change(a, b, mask, torch.ones(a.shape, device=a.device)),
+        "response": lambda a, b: response_change(a, b, mask.to(a.device), 9),
+        "load": lambda a, b: load_statistics(a, 9, mask.to(a.device)),
+    }
     here = {name: measure(before, after) for name, measure in measures.items()}
     same = RoutingTrace.from_ids(before, shape).same_sets(RoutingTrace.from_ids(after, shape))
     with second_device():
         there = before.to(DEVICE), after.to(DEVICE)
         for name, measure in measures.items():
-            for field, value in vars(measure(*there)).items():
-                assert isinstance(value, There | tuple)
-                assert isinstance(value, tuple) or torch.equal(value.cpu(), getattr(here[name], field)), field
+            for field, value in measure(*there).items():
+                assert isinstance(value, There)
+                assert torch.equal(value.cpu().nan_to_num(), here[name][field].nan_to_num()), field
         found = RoutingTrace.from_ids(there[0], shape).same_sets(RoutingTrace.from_ids(there[1], shape))
         assert isinstance(found, There) and torch.equal(found.cpu(), same)
 
@@ -237,7 +253,7 @@ def test_expert_255_is_no_empty_slot_of_another_dtype():
     before = torch.tensor([[[[255, 3]]]], dtype=torch.int16)
     after = torch.tensor([[[[3, 255]]]], dtype=torch.uint8)
     change = route_change(before, after, torch.ones(1, 1, dtype=torch.bool))
-    assert change.expert_change_rate.item() == change.jaccard_distance.item() == 0.5
+    assert change["expert_change_rate"].item() == change["jaccard_distance"].item() == 0.5
 
 
 def test_another_number_of_slots_afterwards_is_compared_as_sets():
@@ -247,12 +263,12 @@ def test_another_number_of_slots_afterwards_is_compared_as_sets():
     padded, mask = torch.nn.functional.pad(two, (0, 1), value=255), torch.ones(1, 2, dtype=torch.bool)
     for before, after, set_change, slots in ((two, three, 0, 1 / 3), (three, two, 1 / 4, 1 / 3)):
         change, routes = response_change(before, after, mask, 4), route_change(before, after, mask)
-        assert change.response_set_change.item() == set_change
-        assert change.response_usage_change.item() == pytest.approx(1 / 3)
-        assert routes.expert_change_rate.item() == pytest.approx(2 * slots)
+        assert change["response_set_change"].item() == set_change
+        assert change["response_usage_change"].item() == pytest.approx(1 / 3)
+        assert routes["expert_change_rate"].item() == pytest.approx(2 * slots)
         same = [padded if x is two else x for x in (before, after)]
-        assert vars(change) == vars(response_change(*same, mask, 4))
-        assert vars(routes) == vars(route_change(*same, mask))
+        assert change == response_change(*same, mask, 4)
+        assert routes == route_change(*same, mask)
 
 
 def test_what_does_not_fit_is_refused():
@@ -260,6 +276,6 @@ def test_what_does_not_fit_is_refused():
     for measure in (lambda: load_statistics(x, 256, mask), lambda: response_change(x, x, mask, 256)):
         with pytest.raises(ValueError, match="ids of 256 experts are uint8"):
             measure()
-    with pytest.raises(ValueError, match="an id is 7, but ids of 4 experts end at 3"):
+    with pytest.raises(ValueError, match="an id is 7"):
         load_statistics(x + 7, 4, mask)
     assert math.isnan(route_change(x, x, ~mask).row()["expert_change_rate"])

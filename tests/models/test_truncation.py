@@ -19,7 +19,7 @@ from moe_rl.policies import hf
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
-from moe_rl.types import KeptTokens, Sampling
+from moe_rl.types import Batch, KeptTokens, Sampling
 from tests.policies.test_hf import policy_of
 from tests.rollouts import test_hf
 from tests.rollouts.test_hf import PROMPTS, make_model, prompts
@@ -30,13 +30,25 @@ FOUR = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
 TRUNCATIONS = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.3}, {"top_p": 0.8, "top_k": 6, "min_p": 0.05}]
 
 
-@pytest.mark.parametrize("truncation, tokens", [
-    ({"top_p": 0.65}, {0, 2}), ({"top_p": 0.35}, {0}), ({"top_p": 0.75}, {0, 2, 3}), ({"top_p": 1e-9}, {0}),
-    ({"top_k": 1}, {0}), ({"top_k": 3}, {0, 2, 3}), ({"top_k": 9}, {0, 1, 2, 3}),
-    ({"min_p": 0.45}, {0, 2, 3}), ({"min_p": 0.8}, {0}), ({"min_p": 1.0}, {0}), ({}, {0, 1, 2, 3}),
-    # Of what min_p leaves, .4 .3 .2, top_p .76 is two: .7 / .9 = .78 of it. Over all four it would be three.
-    ({"min_p": 0.3, "top_p": 0.76}, {0, 2}), ({"top_k": 3, "top_p": 0.76}, {0, 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "truncation, tokens",
+    [
+        ({"top_p": 0.65}, {0, 2}),
+        ({"top_p": 0.35}, {0}),
+        ({"top_p": 0.75}, {0, 2, 3}),
+        ({"top_p": 1e-9}, {0}),
+        ({"top_k": 1}, {0}),
+        ({"top_k": 3}, {0, 2, 3}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"min_p": 0.45}, {0, 2, 3}),
+        ({"min_p": 0.8}, {0}),
+        ({"min_p": 1.0}, {0}),
+        ({}, {0, 1, 2, 3}),
+        # Of what min_p leaves, .4 .3 .2, top_p .76 is two: .7 / .9 = .78 of it. Over all four it would be three.
+        ({"min_p": 0.3, "top_p": 0.76}, {0, 2}),
+        ({"top_k": 3, "top_p": 0.76}, {0, 2}),
+    ],
+)
 def test_what_is_kept_of_four_tokens_by_hand(truncation, tokens):
     assert set(kept(FOUR, **truncation)[0].nonzero()[:, 0].tolist()) == tokens
     assert torch.equal(kept(FOUR + 5, **truncation), kept(FOUR, **truncation)), "logits will do"
@@ -143,7 +155,7 @@ def test_gradients_are_those_of_log_probs_over_the_kept_set(tokenizer, in_pieces
     one = make_model()
     rollouts, batch = sampled(HFEngine(one, tokenizer), {"top_p": 0.7}, temperature=1.0)
     advantages = torch.randn(16, 1, generator=torch.Generator().manual_seed(0)) * batch.response_mask
-    batch = replace(batch, old_logprobs=batch.rollout_logprobs, advantages=advantages)
+    batch = Batch(**vars(batch), old_logprobs=batch.rollout_logprobs, advantages=advantages)
     objective = objective_of(Arm(name="plain", loss="grpo", aggregate="token_mean"))
     batch = objective.attach_weights(batch)
     found = [policy_of(one, temperature=1.0, micro_batch=rows).gradient(batch, objective) for rows in (16, 3)]

@@ -1,6 +1,6 @@
 """The two environments that come with the package, three steps each, from a cold start that takes seconds.
 
-    torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/conversations_study.py --policy 'megatron(ep=2)'
+torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/conversations_study.py --policy 'megatron(ep=2)'
 """
 
 from moe_rl.config import Arm, ColdStart, Measure
@@ -13,7 +13,6 @@ arm = Arm(
 )
 CELLS = {
     "corrected_sums": {"task": Component("corrected_sums", digits=3, modulus=5), "max_new_tokens": 10},
-    "guessing": {"task": Component("guessing", width=2, turns=3), "max_new_tokens": 12},
 }
 
 study = Study(
@@ -25,6 +24,14 @@ study = Study(
     seeds=(0,),
     figures=(),
     base=methods.base.replace(
-        arm=arm, cold_start=ColdStart(target=0.1, batch_size=32, max_steps=1000), steps=3, prompts_per_step=4,
-        group_size=8, stop=(), eval_every=3, eval_prompts=8, measure=Measure(responses=4, detail_every=3)),
+        arm=arm,
+        cold_start=ColdStart(target=0.1, batch_size=32, max_steps=1000),
+        steps=3,
+        prompts_per_step=4,
+        group_size=8,
+        stop=(),
+        eval_every=3,
+        eval_prompts=8,
+        measure=Measure(responses=4, detail_every=3),
+    ),
 )

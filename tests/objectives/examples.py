@@ -51,8 +51,14 @@ def rewarded(rewards, prompt, mask=None, dtype=torch.float32, **further) -> Batc
     mask = torch.ones(len(rewards), 1, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
     zeros = torch.zeros(mask.shape, dtype=dtype)
     batch = Batch(
-        tokens=torch.zeros(mask.shape, dtype=torch.long), attention_mask=torch.ones_like(mask), response_mask=mask,
-        prompt_index=torch.as_tensor(prompt), rollout_logprobs=zeros, rewards=torch.as_tensor(rewards, dtype=dtype),
-        advantages=zeros, finished=torch.ones(len(mask), dtype=torch.bool),
-    )  # fmt: skip
+        tokens=torch.zeros(mask.shape, dtype=torch.long),
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        prompt_index=torch.as_tensor(prompt),
+        rollout_logprobs=zeros,
+        rewards=torch.as_tensor(rewards, dtype=dtype),
+        advantages=zeros,
+        old_logprobs=zeros,
+        finished=torch.ones(len(mask), dtype=torch.bool),
+    )
     return replace(batch, **{name: torch.as_tensor(x) for name, x in further.items()})

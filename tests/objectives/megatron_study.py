@@ -1,6 +1,6 @@
 """Methods that have every part between them, two steps each.
 
-    torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/megatron_study.py --policy 'megatron(ep=2)'
+torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/megatron_study.py --policy 'megatron(ep=2)'
 """
 
 from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig

@@ -33,8 +33,12 @@ ROUTED = ("main-wide-0", "empty-wide-0")
 def case(name: str) -> dict[str, np.ndarray]:
     """The inputs of a case by name: logprobs, old_logprobs, rollout_logprobs, ref_logprobs, entropy, token_advantages,
     mask [batch, time]; advantages, rewards, groups [batch]; router_old and router_new where they are there."""
-    return {key.removeprefix("inputs/"): value for key in _ARRAYS if key.startswith("inputs/")
-            if (value := _of(key, name)) is not None}  # fmt: skip
+    return {
+        key.removeprefix("inputs/"): value
+        for key in _ARRAYS
+        if key.startswith("inputs/")
+        if (value := _of(key, name)) is not None
+    }
 
 
 def loss_inputs(name: str, logprobs: Any = None, **changes: Any) -> LossInputs:

@@ -62,13 +62,16 @@ def test_at_equal_lengths_three_of_them_are_one():
         torch.testing.assert_close(AGGREGATIONS[name](mask, **options), seq_mean_token_mean(mask), rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("part, message", [
-    (Component("seq_mean_token_mean", rows="some"), "no way to count rows is called 'some'.*all, live"),
-    ("seq_mean_token_sum_norm", "needs horizon"),
-    (Component("seq_mean_token_sum_norm", horizon=0), "horizon=0.*positive and finite"),
-    (Component("seq_mean_token_sum_norm", horizon=float("inf")), "positive and finite"),
-    (Component("token_mean", rows="all"), "no option"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "part, message",
+    [
+        (Component("seq_mean_token_mean", rows="some"), "rows='some'"),
+        ("seq_mean_token_sum_norm", "needs horizon"),
+        (Component("seq_mean_token_sum_norm", horizon=0), "horizon=0"),
+        (Component("seq_mean_token_sum_norm", horizon=float("inf")), "horizon=inf"),
+        (Component("token_mean", rows="all"), "no option"),
+    ],
+)
 def test_an_aggregation_that_means_nothing_is_refused(part, message):
     with pytest.raises(ConfigError, match=message):
         objective_of(Arm(name="a", aggregate=part))
@@ -91,8 +94,14 @@ def of(name, arm, **changes):
     x = peers.case(name)
     logprobs = torch.tensor(x["logprobs"], requires_grad=True)
     given = {k: torch.tensor(x[k]) for k in ("rollout_logprobs", "ref_logprobs", "entropy")} | changes
-    loss = policy_loss(arm, logprobs=logprobs, old_logprobs=torch.tensor(x["old_logprobs"]),
-                       advantages=torch.tensor(x["advantages"]), mask=torch.tensor(x["mask"]), **given).loss
+    loss = policy_loss(
+        arm,
+        logprobs=logprobs,
+        old_logprobs=torch.tensor(x["old_logprobs"]),
+        advantages=torch.tensor(x["advantages"]),
+        mask=torch.tensor(x["mask"]),
+        **given,
+    ).loss
     loss.backward()
     return loss.item(), logprobs.grad.numpy()
 
@@ -121,8 +130,9 @@ def test_trl_depends_on_the_cut_and_we_do_not(loss_type):
         arm = Arm(name="a", loss=PPO, aggregate=PEERS[f"trl/{loss_type}"])
         x = peers.loss_inputs(name)
         weights = objective_of(arm).aggregate(x.mask)
-        parts = [objective_of(arm).of(rows(replace(x, weights=weights), r)).loss.item()
-                 for r in (slice(3), slice(3, 8))]  # fmt: skip
+        parts = [
+            objective_of(arm).of(rows(replace(x, weights=weights), r)).loss.item() for r in (slice(3), slice(3, 8))
+        ]
         assert sum(parts) == pytest.approx(whole, rel=1e-12)
         assert (cut == pytest.approx(whole, rel=1e-9)) == (loss_type == "dapo")
 
@@ -153,6 +163,12 @@ def test_a_filtered_row_counts_among_all_rows_and_not_among_the_live(rows_, sequ
     zeros = torch.zeros(3, 2, dtype=torch.float64)
     arm = Arm(name="a", loss=PPO, aggregate=Component("seq_mean_token_mean", rows=rows_), filters=("finished",))
     done = torch.tensor([[True], [True], [False]]).expand(3, 2)
-    loss = policy_loss(arm, logprobs=zeros, old_logprobs=zeros, advantages=torch.tensor([1.0, 2.0, 50.0]).double(),
-                       mask=mask, finished=done).loss  # fmt: skip
+    loss = policy_loss(
+        arm,
+        logprobs=zeros,
+        old_logprobs=zeros,
+        advantages=torch.tensor([1.0, 2.0, 50.0]).double(),
+        mask=mask,
+        finished=done,
+    ).loss
     assert loss.item() == pytest.approx(-3 / sequences)

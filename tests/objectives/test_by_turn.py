@@ -20,10 +20,19 @@ REWARDS = torch.tensor([[0, 0, 0, 0, 0, 0.5], [0, 0, 0, 1.0, 0, 0], [0, 0, 0, 0,
 
 def batch(turn=TURN, rewards=REWARDS, prompt=(0, 0, 0, 1), turns=True):
     mask, zeros = turn > 0, torch.zeros(turn.shape)
-    return Batch(tokens=torch.zeros_like(turn), attention_mask=torch.ones_like(mask), response_mask=mask,
-                 prompt_index=torch.tensor(prompt), rollout_logprobs=zeros, rewards=rewards.sum(1), advantages=zeros,
-                 finished=torch.ones(len(turn), dtype=torch.bool), turn=turn if turns else None,
-                 turn_rewards=rewards if turns else None)
+    return Batch(
+        tokens=torch.zeros_like(turn),
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        prompt_index=torch.tensor(prompt),
+        rollout_logprobs=zeros,
+        rewards=rewards.sum(1),
+        advantages=zeros,
+        old_logprobs=zeros,
+        finished=torch.ones(len(turn), dtype=torch.bool),
+        turn=turn if turns else None,
+        turn_rewards=rewards if turns else None,
+    )
 
 
 def of(*steps, b=None):
@@ -39,18 +48,23 @@ def rows(*values):
 S = math.sqrt(0.5)
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    # G1 = .5, 1, 0: mean .5, deviation .5; G2 = .5, 0: mean .25, deviation .5/√2. The other prompt has none.
-    ({}, rows((0, S), (1,), (-1, -S), (0, 0))),
-    ({"scale": "none"}, rows((0, 0.25), (0.5,), (-0.5, -0.25), (0, 0))),
-    # γ = .5: G1 = .25, 1, 0, mean 5/12; γ = 0: 0, 1, 0, mean 1/3.
-    ({"gamma": 0.5, "scale": "none"}, rows((-1 / 6, 0.25), (7 / 12,), (-5 / 12, -0.25), (0, 0))),
-    ({"gamma": 0.0, "scale": "none"}, rows((-1 / 3, 0.25), (2 / 3,), (-1 / 3, -0.25), (0, 0))),
-    # All five turns: .5, .5, 1, 0, 0: mean .4; of the other prompt G = 1, .8: mean .9.
-    ({"among": "group", "scale": "none"}, rows((0.1, 0.1), (0.6,), (-0.4, -0.4), (0.1, -0.1))),
-    ({"among": "group"}, rows(*((torch.tensor(v) / math.sqrt(0.175)).tolist() for v in
-                                ((0.1, 0.1), (0.6,), (-0.4, -0.4))), (S, -S))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # G1 = .5, 1, 0: mean .5, deviation .5; G2 = .5, 0: mean .25, deviation .5/√2. The other prompt has none.
+        ({}, rows((0, S), (1,), (-1, -S), (0, 0))),
+        ({"scale": "none"}, rows((0, 0.25), (0.5,), (-0.5, -0.25), (0, 0))),
+        # γ = .5: G1 = .25, 1, 0, mean 5/12; γ = 0: 0, 1, 0, mean 1/3.
+        ({"gamma": 0.5, "scale": "none"}, rows((-1 / 6, 0.25), (7 / 12,), (-5 / 12, -0.25), (0, 0))),
+        ({"gamma": 0.0, "scale": "none"}, rows((-1 / 3, 0.25), (2 / 3,), (-1 / 3, -0.25), (0, 0))),
+        # All five turns: .5, .5, 1, 0, 0: mean .4; of the other prompt G = 1, .8: mean .9.
+        ({"among": "group", "scale": "none"}, rows((0.1, 0.1), (0.6,), (-0.4, -0.4), (0.1, -0.1))),
+        (
+            {"among": "group"},
+            rows(*((torch.tensor(v) / math.sqrt(0.175)).tolist() for v in ((0.1, 0.1), (0.6,), (-0.4, -0.4))), (S, -S)),
+        ),
+    ],
+)
 def test_a_turn_is_compared_with_turns_by_what_it_and_later_ones_earned(options, expected):
     torch.testing.assert_close(of(Component("by_turn", **options)), expected)
 
@@ -83,14 +97,17 @@ def test_rewards_of_rows_go_to_every_turn():
     assert torch.equal(found[0], torch.where(TURN[0] > 0, found[0, 1], 0)) and found[1, 1] == 1
 
 
-@pytest.mark.parametrize(("steps", "says"), [
-    ((Component("clipped", at=1), "by_turn"), "Put by_turn first"),
-    ((Component("by_turn", gamma=2),), "from 0 to 1"),
-    ((Component("by_turn", among="turns"),), "among of by_turn"),
-    (("turn_rewards",), "cannot come before .*directly before returns or gae"),
-    (("turn_rewards", "group"), "cannot come before .*directly before returns or gae"),
-    (("by_turn", "returns"), "cannot come before .*directly before returns or gae"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ((Component("clipped", at=1), "by_turn"), "Put by_turn first"),
+        ((Component("by_turn", gamma=2),), "gamma=2"),
+        ((Component("by_turn", among="turns"),), "among='turns'"),
+        (("turn_rewards",), "cannot come before"),
+        (("turn_rewards", "group"), "cannot come before"),
+        (("by_turn", "returns"), "cannot come before"),
+    ],
+)
 def test_steps_that_would_lose_what_turns_earned_are_refused(steps, says):
     with pytest.raises(ConfigError, match=says):
         of(*steps)
@@ -100,22 +117,39 @@ KL = Component("kl_penalty", coef=0.1)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "gmpo"])
-@pytest.mark.parametrize("steps", [
-    ("by_turn",), (Component("by_turn", gamma=0.0, scale="none"), "whitened"), ("turn_rewards", "returns"),
-    (Component("returns", gamma=0.9),), ("turn_rewards", "gae"), ("gae",), (KL, "returns"), (KL, "returns", "whitened"),
-], ids=lambda steps: "+".join(map(str, steps)))  # fmt: skip
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("by_turn",),
+        (Component("by_turn", gamma=0.0, scale="none"), "whitened"),
+        ("turn_rewards", "returns"),
+        (Component("returns", gamma=0.9),),
+        ("turn_rewards", "gae"),
+        ("gae",),
+        (KL, "returns"),
+        (KL, "returns", "whitened"),
+    ],
+    ids=lambda steps: "+".join(map(str, steps)),
+)
 def test_a_loss_with_one_advantage_per_sequence_refuses_others_when_the_arm_is_made(loss, steps):
-    with pytest.raises(ConfigError, match=r"arm 'a': its advantage \(.* differs within a response\. .* gspo_token"):
+    with pytest.raises(ConfigError, match="differs within a response.*gspo_token"):
         objective_of(Arm(name="a", loss=loss, advantage=steps))
     for other in ("grpo", "gspo_token", "sapo"):
         assert objective_of(Arm(name="a", loss=other, advantage=steps))
 
 
-@pytest.mark.parametrize("steps", [
-    ("group",), ("group", "whitened"), (Component("normalized", center="running"),),
-    (Component("overlong", limit=9, buffer=3), "opo"), (Component("kl_penalty", coef=0.1, per_token=False), "group"),
-    ("returns",),
-], ids=lambda steps: "+".join(map(str, steps)))  # fmt: skip
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("group",),
+        ("group", "whitened"),
+        (Component("normalized", center="running"),),
+        (Component("overlong", limit=9, buffer=3), "opo"),
+        (Component("kl_penalty", coef=0.1, per_token=False), "group"),
+        ("returns",),
+    ],
+    ids=lambda steps: "+".join(map(str, steps)),
+)
 def test_it_takes_those_that_are_one_per_sequence(steps):
     made = Arm(name="a", loss="gspo", advantage=steps)
     assert objective_of(made) and not advantage_of(made).per_token and not advantage_of(made).memory

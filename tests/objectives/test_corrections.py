@@ -10,9 +10,9 @@ import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
-from moe_rl.objectives import objective_of
+from moe_rl.objectives import CorrectionInputs, correction_weights, objective_of
 from moe_rl.objectives.losses import grpo
-from moe_rl.objectives.weights import truncated
+from moe_rl.objectives.weights import cis, truncated
 from moe_rl.registry import Component, needs
 from tests.objectives.examples import case, inputs
 from tests.policies.test_hf import make_batch
@@ -84,28 +84,28 @@ def test_with_routes_of_its_own_for_the_ratio_a_token_still_weighs_what_the_old_
 
     logprobs = row(0.0, -7.0).requires_grad_()
     x = inputs(
-        logprobs, row(0.0, -1.0), row(1.0, 1.0), torch.tensor([[False, True]]),
-        rollout_logprobs=row(0.0, -1.0 - math.log(1.5)), ratio_logprobs=row(0.0, -1.0 + math.log(2)),
-    )  # fmt: skip
+        logprobs,
+        row(0.0, -1.0),
+        row(1.0, 1.0),
+        torch.tensor([[False, True]]),
+        rollout_logprobs=row(0.0, -1.0 - math.log(1.5)),
+        ratio_logprobs=row(0.0, -1.0 + math.log(2)),
+    )
     output = objective_of(Arm(name="a", loss=WIDE, corrections=(Component("truncated", cap=2.0),))).of(x)
     output.loss.backward()
     assert output.loss.item() == pytest.approx(-3.0, rel=1e-12)
     assert logprobs.grad[0].tolist() == pytest.approx([0.0, -3.0], rel=1e-12)
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"anchor": "engine"}, "every weight of "), ({}, "positive")])
+@pytest.mark.parametrize(("settings", "message"), [({"anchor": "engine"}, "every weight of "), ({}, "cap=-1.0")])
 def test_truncation_that_means_nothing_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         objective_of(Arm(name="a", corrections=(Component("truncated", cap=2.0 if settings else -1.0),), **settings))
 
 
 def test_without_the_engines_log_probs_there_is_nothing_to_weigh():
-    with pytest.raises(ConfigError, match="Give rollout_logprobs"):
+    with pytest.raises(ConfigError, match="rollout_logprobs"):
         truncated(inputs(*case()))
-
-
-def agreeing(x):
-    return (x.log_ratio.abs() < 0.5).float()
 
 
 def per_row(x):
@@ -147,31 +147,37 @@ def test_what_a_correction_says_of_padding_reaches_no_loss():
     assert torch.equal(one, other) and one != 0
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"corrections": ("agreeing",)}, "uses log π_θ.*Mark it"),
-    ({"filters": ("agreeing",)}, "uses log π_θ.*Mark it"),
-    ({"filters": ("waiting",)}, "uses π_θ, which is unknown when filters run"),
-    ({"corrections": ("per_row",)}, r"shape \(1,\).*one factor per token"),
-    ({"corrections": ("compares",), "anchor": "engine"}, "every weight of "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"filters": ("waiting",)}, "waiting.*reads π_θ"),
+        ({"corrections": ("per_row",)}, r"shape \(1,\)"),
+        ({"corrections": ("compares",), "anchor": "engine"}, "every weight of "),
+    ],
+)
 def test_ones_own_correction_that_means_nothing_is_refused(settings, message):
     settings = {k: tuple(f"{__name__}:{n}" for n in v) if isinstance(v, tuple) else v for k, v in settings.items()}
     with pytest.raises(ConfigError, match=message):
         objective_of(Arm(name="a", **settings))
 
 
-def reads_where_positive(x):
-    return (x.log_ratio.abs() < 0.5).float() if bool((x.advantages > 0).any()) else torch.ones_like(x.advantages)
-
-
-def test_a_correction_that_reads_the_policy_only_sometimes_is_refused_before_the_update():
-    """The trial on one token, whose advantage is 0, cannot see it."""
-    objective = objective_of(Arm(name="a", corrections=(f"{__name__}:reads_where_positive",)))
-    batch = make_batch()
-    batch = replace(batch, old_logprobs=batch.rollout_logprobs, advantages=batch.response_mask.float())
-    with pytest.raises(ConfigError, match="reads_where_positive uses log π_θ"):
-        objective.attach_weights(batch)
-
-
 def test_what_waits_for_the_policy_may_read_it():
     assert objective_of(Arm(name="a", corrections=(f"{__name__}:waiting",))).needs == {"policy"}
+
+
+def test_the_cap_of_cis_falls_as_the_trainer_grows_certain():
+    """1 + 2.3 · (1 − π_old): 2.15 at π_old = 1/2; 1 + 2.3 · 0.005 at 1, where 1 − π_old is below the floor; ρ = 1.2."""
+    old, engine = torch.tensor([[0.5, 0.5, 1.0, 0.6]]).log(), torch.tensor([[0.1, 0.4, 0.5, 0.5]]).log()
+    mask = torch.ones_like(old, dtype=torch.bool)
+    x = CorrectionInputs(old_logprobs=old, rollout_logprobs=engine, mask=mask, advantages=torch.zeros_like(old))
+    assert cis(x)[0].tolist() == pytest.approx([2.15, 1.25, 1.0115, 1.2], rel=1e-6)
+    torch.testing.assert_close(cis(x, lam=math.inf), truncated(x, cap=math.inf))
+    torch.testing.assert_close(cis(x, lam=1.5, floor=1.0), truncated(x, cap=2.5))
+
+
+def test_carm_takes_out_a_response_whose_log_ratios_cancel_in_the_mean():
+    """log ρ of ±0.1: their mean is 0, which geo_rs keeps, and their mean size 0.1."""
+    old, engine = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.1, -0.9]])
+    inputs = {"old_logprobs": old, "rollout_logprobs": engine, "mask": old < 0, "advantages": torch.zeros_like(old)}
+    assert correction_weights("carm", **inputs).tolist() == [[0, 0]]
+    assert correction_weights("geo_rs", **inputs).tolist() == [[1, 1]]

@@ -20,8 +20,10 @@ from tests.objectives.examples import inputs
 from tests.objectives.test_aggregate import PPO, assert_equal, of, rows
 from tests.policies.test_hf import make_batch, policy_of
 
-MASK = np.array([[0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0],
-                 [0, 1, 0, 1, 0, 1, 0]], dtype=bool)  # fmt: skip
+MASK = np.array(
+    [[0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0], [0, 1, 0, 1, 0, 1, 0]],
+    dtype=bool,
+)
 """Whole, two turns, empty, one token, every token a turn."""
 
 
@@ -94,8 +96,12 @@ def test_level_max_keeps_a_sequence_whose_every_token_is_inside():
 
 
 def test_bounds_are_inside_the_band():
-    x = inputs(*(torch.zeros(1, 3).double(),) * 2, torch.ones(1).double(), torch.ones(1, 3, dtype=torch.bool),
-               rollout_logprobs=torch.tensor([[math.log(2), 0.0, -math.log(2)]]).double())  # fmt: skip
+    x = inputs(
+        *(torch.zeros(1, 3).double(),) * 2,
+        torch.ones(1).double(),
+        torch.ones(1, 3, dtype=torch.bool),
+        rollout_logprobs=torch.tensor([[math.log(2), 0.0, -math.log(2)]]).double(),
+    )
     low, high = (x.log_ratio - x.rollout_logprobs)[0, [0, 2]].exp().tolist()
     assert masked(x, low=low, high=high).tolist() == [[low, 1.0, high]]
     assert rejected(x, low=1.0, high=high, level="token").tolist() == [[0, 1, 1]]
@@ -107,8 +113,12 @@ def test_degenerate_cases():
     whole = np.exp(log_rho)
     same(masked(x, high=math.inf), whole)
     same(truncated(x, cap=math.inf), whole)
-    one_turn = replace(x, mask=torch.tensor(MASK[:1]).expand(5, 7), rollout_logprobs=x.old_logprobs.nan_to_num(),
-                       old_logprobs=x.old_logprobs.nan_to_num() + 0.1)  # fmt: skip
+    one_turn = replace(
+        x,
+        mask=torch.tensor(MASK[:1]).expand(5, 7),
+        rollout_logprobs=x.old_logprobs.nan_to_num(),
+        old_logprobs=x.old_logprobs.nan_to_num() + 0.1,
+    )
     for segment, sequence in ((truncated(one_turn, level=level) for level in ("segment", "geometric")),):
         torch.testing.assert_close(segment, sequence, rtol=1e-12, atol=0)
     agreeing = replace(x, rollout_logprobs=x.old_logprobs)
@@ -117,8 +127,15 @@ def test_degenerate_cases():
             assert (CORRECTIONS[name](agreeing, **options)[x.mask] == 1).all(), name
 
 
-OPTIONS = {"truncated": {}, "masked": {"low": 0.5, "high": 5.0}, "rejected": {"low": 0.99, "high": 1.01}, "m2po": {},
-           "vaco": {"bound": 0.1}, "opsm": {"delta": 0.01}}  # fmt: skip
+OPTIONS = {
+    "truncated": {},
+    "cis": {},
+    "masked": {"low": 0.5, "high": 5.0},
+    "rejected": {"low": 0.99, "high": 1.01},
+    "m2po": {},
+    "vaco": {"bound": 0.1},
+    "opsm": {"delta": 0.01},
+}
 
 
 def test_batch_normalised_weights_have_mean_one_over_tokens_or_sequences():
@@ -240,16 +257,29 @@ def test_a_filter_leaves_the_lengths_and_the_sequences_and_a_correction_keeps_th
     zeros, mask = torch.zeros(2, 3).double(), torch.ones(2, 3, dtype=torch.bool)
     part = Component("masked", high=2.0)
     for where, loss in (("filters", -1.0), ("corrections", -1 / 6)):
-        found = policy_loss(Arm(name="a", loss=PPO, **{where: (part,)}), logprobs=zeros, old_logprobs=zeros,
-                            rollout_logprobs=-log_rho, advantages=torch.tensor([1.0, 3.0]).double(), mask=mask)
+        found = policy_loss(
+            Arm(name="a", loss=PPO, **{where: (part,)}),
+            logprobs=zeros,
+            old_logprobs=zeros,
+            rollout_logprobs=-log_rho,
+            advantages=torch.tensor([1.0, 3.0]).double(),
+            mask=mask,
+        )
         assert found.loss.item() == pytest.approx(loss)
 
 
 # ---------------------------------------------------------------------- what is refused, and what overflows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("part",
-                         [Component("truncated", cap=math.inf), Component("truncated", cap=math.inf, level="product"),
-                                  Component("masked", high=math.inf, level="product"), *STATIC], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    [
+        Component("truncated", cap=math.inf),
+        Component("truncated", cap=math.inf, level="product"),
+        Component("masked", high=math.inf, level="product"),
+        *STATIC,
+    ],
+    ids=str,
+)
 def test_log_ratios_that_overflow_give_no_nan(part, dtype):
     mask = torch.ones(4, 3, dtype=torch.bool)
     log_rho = torch.tensor([[2e3, 0, 0], [-2e3, 0, 0], [900.0, 900.0, 900.0], [0.0, 0.1, 0.2]], dtype=dtype)
@@ -259,17 +289,20 @@ def test_log_ratios_that_overflow_give_no_nan(part, dtype):
     assert factors.isfinite().all() and not (factors * x.advantages).isnan().any()
 
 
-@pytest.mark.parametrize("part, message", [
-    (Component("truncated", cap=2.0, level="max"), "no level of a correction is called 'max'.*geometric.*product"),
-    (Component("truncated", cap=1.0, low=2.0), "truncated: 2 to 1 is not a valid range"),
-    (Component("masked", low=3.0, high=2.0), "masked: 3 to 2 is not a valid range"),
-    (Component("masked", low=-1.0, high=2.0), "masked: -1 to 2 is not a valid range"),
-    ("masked", "needs high"),
-    (Component("rejected", high=2.0, statistic="k1"), "no statistic of rejected is called 'k1'.*ratio"),
-    (Component("m2po", threshold=-0.1), "m2po: -0.1 to inf"),
-    (Component("vaco", bound=math.nan), "bound=nan: numbers must be finite"),
-    (Component("opsm", delta=0.1, against="reference"), "no policy that opsm compares with"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "part, message",
+    [
+        (Component("truncated", cap=2.0, level="max"), "level='max'"),
+        (Component("truncated", cap=1.0, low=2.0), "truncated: 2 to 1"),
+        (Component("masked", low=3.0, high=2.0), "3 to 2"),
+        (Component("masked", low=-1.0, high=2.0), "low=-1.0"),
+        ("masked", "needs high"),
+        (Component("rejected", high=2.0, statistic="k1"), "statistic='k1'"),
+        (Component("m2po", threshold=-0.1), "threshold=-0.1"),
+        (Component("vaco", bound=math.nan), "bound=nan"),
+        (Component("opsm", delta=0.1, against="reference"), "against='reference'"),
+    ],
+)
 def test_a_correction_that_means_nothing_is_refused(part, message):
     with pytest.raises(ConfigError, match=message):
         objective_of(Arm(name="a", corrections=(part,)))
@@ -284,17 +317,18 @@ def test_with_the_engine_as_anchor_there_is_nothing_to_correct(name, where):
 
 def test_the_engine_as_anchor_may_still_be_masked_by_opsm_but_not_filtered():
     objective_of(Arm(name="a", anchor="engine", corrections=(Component("opsm", delta=0.1),)))
-    with pytest.raises(ConfigError, match="opsm.*uses π_θ.*Use it as a correction"):
+    with pytest.raises(ConfigError, match="opsm.*reads π_θ"):
         objective_of(Arm(name="a", filters=(Component("opsm", delta=0.1),)))
 
 
-def test_a_filter_that_is_never_zero_is_refused():
-    with pytest.raises(ConfigError, match="truncated is never 0, .* no effect as a filter. Use it as a correction"):
-        objective_of(Arm(name="a", filters=("truncated",)))
+@pytest.mark.parametrize("name", ["truncated", "cis"])
+def test_a_filter_that_is_never_zero_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} is never 0"):
+        objective_of(Arm(name="a", filters=(name,)))
 
 
 def test_finished_needs_to_know():
-    with pytest.raises(ConfigError, match="Give finished"):
+    with pytest.raises(ConfigError, match="finished"):
         CORRECTIONS["finished"](drawn()[1])
 
 
@@ -302,7 +336,7 @@ def test_responses_that_were_cut_off_leave_the_mini_batch():
     batch = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs, finished=torch.arange(len(batch)) % 2 == 0)
     weighed = objective_of(Arm(name="a", filters=("finished",))).attach_weights(batch)
-    assert not weighed.loss_mask[1::2].any() and torch.equal(weighed.loss_mask[::2], batch.response_mask[::2])
+    assert not weighed.mask[1::2].any() and torch.equal(weighed.mask[::2], batch.response_mask[::2])
     assert weighed.weights[::2].sum().item() == pytest.approx(1)
 
 
@@ -333,7 +367,7 @@ OTHERS = {
     "openrlhf/is.icepop": (Component("masked", low=0.7, high=1.5),),
     "openrlhf/is.seq-mask-tis": (Component("rejected", low=0.95, high=1.05), Component("truncated", cap=math.inf)),
     "openinstruct/rho_clamp": (Component("truncated", cap=1.5),),
-    "openinstruct/rho_mask": (Component("masked", low=0.7, high=1.5), ),
+    "openinstruct/rho_mask": (Component("masked", low=0.7, high=1.5),),
     "openinstruct/rho_mask.sequence": (Component("masked", low=0.95, high=1.05, level="geometric"),),
     "openinstruct/rho_mask.tv": (Component("vaco", bound=1.05), Component("truncated", cap=math.inf)),
 }
@@ -353,8 +387,11 @@ def test_the_corrected_loss_of_others(key, name):
 def test_sequence_masks_and_corrections_of_trl_leave_its_kl(key, name):
     """Where TRL is given no log-probs of an engine, the sampler is π_old."""
     kl = (Component("kl", coef=0.05),) if key.endswith("kl") else ()
-    correction = WEIGHTS["token_truncate.None_1.5"] if "+is" in key else Component(
-        "opsm", delta=0.03, against="engine" if key == "trl/grpo.opsm" else "old")
+    correction = (
+        WEIGHTS["token_truncate.None_1.5"]
+        if "+is" in key
+        else Component("opsm", delta=0.03, against="engine" if key == "trl/grpo.opsm" else "old")
+    )
     arm = Arm(
         name="a", loss=PPO, aggregate=Component("seq_mean_token_mean", rows="all"), terms=kl, corrections=(correction,)
     )

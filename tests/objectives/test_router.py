@@ -22,15 +22,18 @@ from moe_rl.objectives.router import (
     rspo,
     z_loss,
 )
-from moe_rl.registry import Component, needs_of
+from moe_rl.registry import Component, lookup, needs_of
 from moe_rl.routing.inputs import RouterInputs
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, case, inputs
 
 K = 2
 RELATIVE = dict(rtol=1e-12, atol=1e-12)
-BASES = {"grpo": dict(clip_low=0.2, clip_high=0.28), "gspo": dict(clip_low=0.02, clip_high=0.03),
-         "gmpo": dict(clip_low=0.1, clip_high=0.15)}
+BASES = {
+    "grpo": dict(clip_low=0.2, clip_high=0.28),
+    "gspo": dict(clip_low=0.02, clip_high=0.03),
+    "gmpo": dict(clip_low=0.1, clip_high=0.15),
+}
 
 
 def routers_of(new, old, real, *, sites=None, weights=None, preferred=None, **further) -> RouterInputs:
@@ -95,8 +98,10 @@ def clipped_by_hand(base, new, old, advantages, mask, gamma, low, high):
         log_ratio = {t: new[i, t] - old[i, t] + math.log(gamma[i, t]) for t in tokens}
         mean = sum(log_ratio.values()) / len(tokens)
         if base == "gmpo":
-            kept = {t: x if x * np.sign(a) <= (high if a > 0 else low) else np.sign(a) * (high if a > 0 else low)
-                    for t, x in log_ratio.items()}  # fmt: skip
+            kept = {
+                t: x if x * np.sign(a) <= (high if a > 0 else low) else np.sign(a) * (high if a > 0 else low)
+                for t, x in log_ratio.items()
+            }
             r = math.exp(sum(kept.values()) / len(tokens))
             loss -= r * a / len(rows)
             for t in tokens:
@@ -195,13 +200,16 @@ def test_a_base_that_needs_more_than_log_probs_is_refused(monkeypatch):
     hungry.needs = frozenset({"entropy"})
     monkeypatch.setitem(LOSSES, "hungry", hungry)
     monkeypatch.setattr("moe_rl.objectives.router.needs_of", lambda loss: getattr(loss, "needs", frozenset()))
-    with pytest.raises(ConfigError, match="hungry.*needs entropy"):
+    with pytest.raises(ConfigError, match="hungry.*entropy"):
         objective_of(Arm(name="a", loss=Component("rspo", base="hungry")))
 
 
 def test_an_arm_with_router_parts_says_what_it_needs():
-    arm = Arm(name="a", loss=Component("rspo", base="gspo", options={"clip_low": 0.01}),
-              terms=(Component("z_loss", coef=1e-3), Component("router_kl", coef=0.1)))  # fmt: skip
+    arm = Arm(
+        name="a",
+        loss=Component("rspo", base="gspo", options={"clip_low": 0.01}),
+        terms=(Component("z_loss", coef=1e-3), Component("router_kl", coef=0.1)),
+    )
     assert objective_of(arm).needs == {"router"}
     assert needs_of(load_balance) == {"router", "load"}
     for part in (rspo, partial(z_loss, coef=1.0), partial(router_kl, coef=1.0)):
@@ -273,8 +281,14 @@ def test_how_a_mini_batch_is_cut_changes_nothing(term):
         whole = routers_of(logits, before, real, preferred=other)
         total = 0.0
         for rows in cut:
-            router = routers_of(logits[rows], before[rows], real[rows], weights=whole.weights[rows],
-                                preferred=other[rows], load=whole.loads())  # fmt: skip
+            router = routers_of(
+                logits[rows],
+                before[rows],
+                real[rows],
+                weights=whole.weights[rows],
+                preferred=other[rows],
+                load=whole.loads(),
+            )
             total = total + term(replace(some(x, rows), router=router), coef=1.0)
         total.backward()
         found.append((total.item(), logits.grad))
@@ -326,8 +340,13 @@ def test_where_transformers_computes_another_load_balance(name):
     x = peers.loss_inputs(name)
     ours = load_balance(replace(x, router=one), coef=1.0).item()
     np.testing.assert_allclose(K * ours, peers.expected(name, "hf/aux_loss.layers1")[0], **RELATIVE)
-    f, p = (sum(values) / 3 for values in (router.loads()["preferred"],
-            [(router.weights[..., None] * p.exp()).sum((0, 1)) for p in router.log_probs]))  # fmt: skip
+    f, p = (
+        sum(values) / 3
+        for values in (
+            router.loads()["preferred"],
+            [(router.weights[..., None] * p.exp()).sum((0, 1)) for p in router.log_probs],
+        )
+    )
     pooled = peers.expected(name, "hf/aux_loss.layers3")[0]
     np.testing.assert_allclose(K * len(f) * (f * p).sum(), pooled, **RELATIVE)
     assert abs(K * load_balance(replace(x, router=router), coef=1.0).item() / 3 - pooled) > 1e-3
@@ -340,11 +359,17 @@ def test_where_transformers_computes_another_load_balance(name):
 def test_sites_of_unequal_size_add_up_and_an_even_load_is_1_each():
     """Two sites with 4 and 3 experts, top-2 and top-1; the second slot of the latter is none."""
     zeros = [torch.zeros(1, 12, n, dtype=torch.float64) for n in (4, 3)]
-    ids = torch.stack([torch.tensor([[t % 4, (t + 1) % 4] for t in range(12)]),
-                       torch.tensor([[t % 3, -1] for t in range(12)])], 1)[None]  # fmt: skip
-    router = RouterInputs(logits=tuple(zeros), used=ids, preferred=ids, old_used=ids,
-                          old_log_probs=tuple(z.log_softmax(-1) for z in zeros),
-                          weights=torch.full((1, 12), 1 / 12, dtype=torch.float64))  # fmt: skip
+    ids = torch.stack(
+        [torch.tensor([[t % 4, (t + 1) % 4] for t in range(12)]), torch.tensor([[t % 3, -1] for t in range(12)])], 1
+    )[None]
+    router = RouterInputs(
+        logits=tuple(zeros),
+        used=ids,
+        preferred=ids,
+        old_used=ids,
+        old_log_probs=tuple(z.log_softmax(-1) for z in zeros),
+        weights=torch.full((1, 12), 1 / 12, dtype=torch.float64),
+    )
     x = inputs(np.zeros((1, 12)), np.zeros((1, 12)), np.array([1.0]), np.ones((1, 12), dtype=bool))
     assert load_balance(replace(x, router=router), coef=0.5).item() == pytest.approx(0.5 * 2, rel=1e-12)
     assert z_loss(replace(x, router=router), coef=1.0).item() == pytest.approx(math.log(4) ** 2 + math.log(3) ** 2)
@@ -361,7 +386,7 @@ def test_under_replay_the_load_is_that_of_the_live_choices_unless_said_otherwise
     assert found["replayed"] == pytest.approx((5 * p[:, :2].mean(-1)).sum(), rel=1e-12)
     assert found["live"] == load_balance(replace(x, router=replace(router, used=router.preferred)), coef=1.0).item()
     with pytest.raises(ConfigError, match="routes='old'"):
-        load_balance(x, coef=1.0, routes="old")
+        lookup("term", Component("load_balance", coef=1.0, routes="old"), {"load_balance": load_balance})
 
 
 def test_the_log_shift_of_no_part_is_a_factor_on_the_ratio_alone():

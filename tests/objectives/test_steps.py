@@ -10,7 +10,7 @@ import torch
 
 from moe_rl.build import build
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of
 from moe_rl.objectives.advantages import ADVANTAGES
 from moe_rl.registry import Component
@@ -53,8 +53,11 @@ def test_normalised_by_loops(center, scale, eps):
         seen += list(rewards)
         expected = []
         for i, reward in enumerate(rewards):
-            of = {"group": [r for r, p in zip(rewards, PROMPT, strict=True) if p == PROMPT[i]], "batch": list(rewards),
-                  "running": seen}  # fmt: skip
+            of = {
+                "group": [r for r, p in zip(rewards, PROMPT, strict=True) if p == PROMPT[i]],
+                "batch": list(rewards),
+                "running": seen,
+            }
             mean = np.mean(of[center]) if center != "none" else 0
             std = np.std(of[scale], ddof=1) + eps if scale != "none" else 1
             expected.append((reward - mean) / std)
@@ -175,31 +178,32 @@ def test_reinforce_pp_and_its_baseline_are_steps(policies):
     tight(made(centred, free, "returns", "whitened", **policies), made(centred, "whitened"))
 
 
-@pytest.mark.parametrize("steps, message", [
-    (("whitened", "group"), "normalized takes one value per row.*Put whitened"),
-    (("returns", "leave_one_out"), "leave_one_out takes one value per row"),
-    (("whitened", Component("overlong", limit=3, buffer=1)), "overlong takes one value per row"),
-    (("whitened", "returns"), "whitened cannot come before returns"),
-    (("returns", "returns"), "returns cannot come before returns"),
-    (("gae", "returns"), "gae cannot come before returns"),
-    (("returns", "gae"), "returns cannot come before gae"),
-    (("whitened", "gae"), "whitened cannot come before gae"),
-    (("gae", "group"), "normalized takes one value per row"),
-    ((Component("gae", gamma=-0.1),), "gamma=-0.1.: the discount"),
-    ((Component("gae", lam=1.1),), "lam=1.1.: the discount"),
-    (("group", Component("kl_penalty", coef=0.1)),
-     "before the end"),
-    ((Component("kl_penalty", coef=0.1), "whitened"),
-     "before whitened"),
-    ((Component("kl_penalty", coef=0.1), "group"), "before group"),
-    ((Component("kl_penalty", coef=0.1, estimator="k3+"), "returns"), "no estimator of a KL"),
-    ((Component("clipped", at=0.0),), "at=0.*positive"),
-    ((Component("overlong", limit=3, buffer=4),), "buffer=4.*0 < buffer <= limit"),
-    ((Component("normalized", center="prompt"),), "no set that normalized compares with is called 'prompt'"),
-    ((Component("normalized", eps=-1.0),), "eps=-1"),
-    ((Component("returns", gamma=1.1),), "gamma=1.1.: the discount"),
-    ((Component("whitened", eps=-1.0),), "eps=-1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        (("whitened", "group"), "normalized takes one value per row"),
+        (("returns", "leave_one_out"), "leave_one_out takes one value per row"),
+        (("whitened", Component("overlong", limit=3, buffer=1)), "overlong takes one value per row"),
+        (("whitened", "returns"), "whitened cannot come before returns"),
+        (("returns", "returns"), "returns cannot come before returns"),
+        (("gae", "returns"), "gae cannot come before returns"),
+        (("returns", "gae"), "returns cannot come before gae"),
+        (("whitened", "gae"), "whitened cannot come before gae"),
+        (("gae", "group"), "normalized takes one value per row"),
+        ((Component("gae", gamma=-0.1),), "gamma=-0.1"),
+        ((Component("gae", lam=1.1),), "lam=1.1"),
+        (("group", Component("kl_penalty", coef=0.1)), "before the end"),
+        ((Component("kl_penalty", coef=0.1), "whitened"), "before whitened"),
+        ((Component("kl_penalty", coef=0.1), "group"), "before group"),
+        ((Component("kl_penalty", coef=0.1, estimator="k3+"), "returns"), "estimator='k3\\+'"),
+        ((Component("clipped", at=0.0),), "at=0.0"),
+        ((Component("overlong", limit=3, buffer=4),), "buffer=4"),
+        ((Component("normalized", center="prompt"),), "center='prompt'"),
+        ((Component("normalized", eps=-1.0),), "eps=-1"),
+        ((Component("returns", gamma=1.1),), "gamma=1.1"),
+        ((Component("whitened", eps=-1.0),), "eps=-1"),
+    ],
+)
 def test_steps_that_make_no_sense_are_refused_before_a_run(steps, message):
     with pytest.raises(ConfigError, match=message):
         advantage_of(Arm(name="a", advantage=steps))
@@ -254,12 +258,6 @@ def counting(x):
     return x.values - torch.tensor([float(seen[one]) for one in x.prompt.tolist()])
 
 
-def keeping(x):
-    """What a checkpoint cannot hold."""
-    x.memory["made"] = advantage_of
-    return x.values
-
-
 def test_what_a_step_remembers_comes_back_as_it_was(tmp_path):
     advantage, resumed = (advantage_of(Arm(name="a", advantage=(f"{__name__}:counting",))) for _ in range(2))
     advantage(rewarded([0.0, 1.0], [0, 1]))
@@ -269,11 +267,6 @@ def test_what_a_step_remembers_comes_back_as_it_was(tmp_path):
     assert torch.equal(resumed.memory["0"]["last"], advantage.memory["0"]["last"])
     again = rewarded([0.5, 1.0], [0, 1])
     assert torch.equal(resumed(again), advantage(again)) and resumed.memory["0"]["seen"] == {0: 2, 1: 2}
-
-
-def test_what_a_checkpoint_cannot_hold_is_refused_when_the_arm_is_made():
-    with pytest.raises(ConfigError, match=r"x\.memory of the advantage .*keeping cannot be saved"):
-        advantage_of(Arm(name="a", advantage=(f"{__name__}:keeping",)))
 
 
 def test_what_keeps_nothing_writes_nothing(tmp_path):
@@ -291,8 +284,10 @@ RUNNING = Arm(
 def test_a_killed_run_with_running_statistics_ends_identical(tmp_path):
     """Killed at step 3, after a commit at step 2; and its memory is of all four steps."""
     whole_and_cut(TINY.replace(arm=RUNNING), tmp_path)
-    kept = [torch.load(next((tmp_path / name).glob("commit/*/checkpoint/advantage.pt")), weights_only=True)
-            for name in ("whole", "cut")]  # fmt: skip
+    kept = [
+        torch.load(next((tmp_path / name).glob("commit/*/checkpoint/advantage.pt")), weights_only=True)
+        for name in ("whole", "cut")
+    ]
     assert kept[0] == kept[1] and kept[0]["0"]["running"][0] == 4 * 16
 
 
@@ -341,13 +336,5 @@ def test_whitening_what_does_not_differ_gives_exactly_0():
     ],
 )
 def test_an_option_of_another_type_is_refused(step):
-    with pytest.raises(ConfigError, match=r"^\w+\(\w+=.*\): the option is of type (float|int)$"):
+    with pytest.raises(ConfigError, match=r"^\w+\(\w+=.*\): Input should be"):
         advantage_of(Arm(name="a", advantage=(step,)))
-
-
-def test_what_an_earlier_version_remembered_is_refused(tmp_path):
-    """Else its running mean would begin anew, and nobody would know."""
-    (tmp_path / "advantage.json").write_text('{"0": {"n": 8, "mean": 0.25}}')
-    found = advantage_of(Arm(name="own", advantage=Component("normalized", center="running")))
-    with pytest.raises(RunError, match="written by release 0.1.0 or earlier"):
-        found.load(tmp_path)

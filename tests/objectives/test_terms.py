@@ -73,7 +73,7 @@ def test_terms_say_what_they_need_so_that_nobody_else_pays_for_it():
 @pytest.mark.parametrize("micro_batch", [1, 5, 64])
 def test_what_an_update_reports_of_its_terms_adds_up_over_micro_batches(micro_batch):
     """By hand over the whole mini-batch, from what the policy scores before the step."""
-    batch = replace(make_batch(), old_logprobs=None)
+    batch = make_batch()
     policy = policy_of(build("qwen3_moe"), micro_batch=micro_batch)
     reference = policy.score(batch)
     perturb(policy.model)

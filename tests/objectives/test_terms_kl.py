@@ -62,8 +62,13 @@ def drawn():
     mask[0, 4] = False  # a hole
     reference = np.where(mask, old + np.random.default_rng(3).normal(size=old.shape), math.nan)
     reference[1, 3] = new[1, 3]  # agrees
-    return new, old, reference, mask, inputs(new, np.where(mask, old, math.nan), advantages, mask,
-                                             ref_logprobs=reference)
+    return (
+        new,
+        old,
+        reference,
+        mask,
+        inputs(new, np.where(mask, old, math.nan), advantages, mask, ref_logprobs=reference),
+    )
 
 
 @pytest.mark.parametrize("clamp", [math.inf, 0.4])
@@ -89,7 +94,7 @@ def test_by_default_it_is_what_it_was_to_the_last_bit(drawn):
 
 
 def test_against_the_old_policy_nobody_needs_a_reference():
-    for options, expected in ({}, {"reference"}), ({"against": "old"}, set()), ({"against": "engine"}, set()):
+    for options, expected in ({}, {"reference"}), ({"against": "old"}, set()):
         assert needs_of(lookup("term", Component("kl", coef=1.0, **options), TERMS)) == expected
     objective = objective_of(Arm(name="a", terms=(Component("kl", coef=1.0, against="old"),)))
     assert objective.needs == frozenset()
@@ -98,8 +103,13 @@ def test_against_the_old_policy_nobody_needs_a_reference():
 
 def test_against_the_old_policy_both_sides_are_of_the_ratios_routes():
     """log π_θ is −7 under the gradient's routes and −1 under the ratio's, log π_old −1: no KL, gradient −e = 0."""
-    x = inputs(torch.tensor([[-7.0]]).double(), torch.tensor([[-1.0]]).double(), torch.ones(1).double(),
-               torch.ones(1, 1, dtype=torch.bool), ratio_logprobs=torch.tensor([[-1.0]]).double())  # fmt: skip
+    x = inputs(
+        torch.tensor([[-7.0]]).double(),
+        torch.tensor([[-1.0]]).double(),
+        torch.ones(1).double(),
+        torch.ones(1, 1, dtype=torch.bool),
+        ratio_logprobs=torch.tensor([[-1.0]]).double(),
+    )
     for estimator in ("k2", "k3", "abs"):
         value, gradient = found(x, estimator=estimator, against="old")
         assert value == 0 and gradient.item() == 0
@@ -123,8 +133,13 @@ def test_tokens_far_apart_give_no_nan(gap, dtype):
     """Inside a clamp, and with a ratio that overflows."""
     one = torch.ones(1, 1, dtype=torch.bool)
     for against, ratio in (("reference", False), ("old", False), ("reference", True), ("old", True)):
-        x = inputs(torch.tensor([[gap]], dtype=dtype), torch.zeros(1, 1, dtype=dtype), torch.ones(1, dtype=dtype), one,
-                   ref_logprobs=torch.tensor([[gap if ratio else 0.0]], dtype=dtype))  # fmt: skip
+        x = inputs(
+            torch.tensor([[gap]], dtype=dtype),
+            torch.zeros(1, 1, dtype=dtype),
+            torch.ones(1, dtype=dtype),
+            one,
+            ref_logprobs=torch.tensor([[gap if ratio else 0.0]], dtype=dtype),
+        )
         value, gradient = found(x, against=against, ratio=ratio, clamp=10.0)
         assert not math.isnan(value) and not np.isnan(gradient).any()
         if not ratio:
@@ -138,12 +153,15 @@ def test_it_does_not_depend_on_the_cut(drawn):
         assert parts == pytest.approx(found(x, **options)[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"estimator": "k4"}, "no estimator of a KL is called 'k4'.*k3"),
-    ({"estimator": "k2+"}, "no estimator"),
-    ({"against": "engine"}, "no policy that kl compares with is called 'engine'"),
-    ({"clamp": 0.0}, "clamp=0.*positive"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"estimator": "k4"}, "estimator='k4'"),
+        ({"estimator": "k2+"}, "estimator='k2\\+'"),
+        ({"against": "engine"}, "against='engine'"),
+        ({"clamp": 0.0}, "clamp=0.0"),
+    ],
+)
 def test_a_kl_that_means_nothing_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         objective_of(Arm(name="a", terms=(Component("kl", coef=0.1, **options),)))
@@ -151,8 +169,12 @@ def test_a_kl_that_means_nothing_is_refused(options, message):
 
 # ---------------------------------------------------------------------- other frameworks
 TRL = {"trl/grpo.kl": False, "trl/grpo.kl.bias_corrected": True}
-OPEN_INSTRUCT = {"k1": {"estimator": "k1"}, "k2": {"estimator": "k2"}, "k3": {},
-                 "ratio_k1": {"estimator": "k1", "ratio": True}}  # fmt: skip
+OPEN_INSTRUCT = {
+    "k1": {"estimator": "k1"},
+    "k2": {"estimator": "k2"},
+    "k3": {},
+    "ratio_k1": {"estimator": "k1", "ratio": True},
+}
 
 
 @pytest.mark.parametrize("name", peers.CASES)
@@ -160,8 +182,12 @@ OPEN_INSTRUCT = {"k1": {"estimator": "k1"}, "k2": {"estimator": "k2"}, "k3": {},
 def test_the_kl_of_trl(key, name):
     """Where a ratio is e²¹, r·k and r·k′ cancel to 1e-16 of 1e9: both gradients are rounded there."""
     within = 1e-7 if key.endswith("corrected") and "extreme" in name else 1e-12
-    arm = Arm(name="a", loss=PPO, aggregate=Component("seq_mean_token_mean", rows="all"),
-              terms=(Component("kl", coef=0.05, ratio=TRL[key]),))  # fmt: skip
+    arm = Arm(
+        name="a",
+        loss=PPO,
+        aggregate=Component("seq_mean_token_mean", rows="all"),
+        terms=(Component("kl", coef=0.05, ratio=TRL[key]),),
+    )
     assert_equal(of(name, arm), peers.expected(name, key), within)
 
 
@@ -186,8 +212,12 @@ def test_prime_rls_penalty_is_twice_k2_against_the_engine():
     term = Arm(
         name="a", loss=PPO, aggregate="token_mean", terms=(Component("kl", coef=2e-3, estimator="k2", against="old"),)
     )
-    given = dict(logprobs=torch.tensor(x["logprobs"]), old_logprobs=torch.tensor(x["rollout_logprobs"]),
-                 advantages=torch.tensor(x["advantages"]), mask=torch.tensor(x["mask"]))  # fmt: skip
+    given = dict(
+        logprobs=torch.tensor(x["logprobs"]),
+        old_logprobs=torch.tensor(x["rollout_logprobs"]),
+        advantages=torch.tensor(x["advantages"]),
+        mask=torch.tensor(x["mask"]),
+    )
     found = policy_loss(term, **given).metrics["term_kl"]
     d = (x["logprobs"] - x["rollout_logprobs"])[x["mask"]]
     assert found == pytest.approx(1e-3 * (d**2).mean(), rel=1e-12)

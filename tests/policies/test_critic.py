@@ -18,9 +18,8 @@ from moe_rl.objectives import objective_of
 from moe_rl.objectives.methods import arm
 from moe_rl.policies.critic import HFCritic
 from moe_rl.registry import Component
-from moe_rl.storage import frames
 from moe_rl.trainer import warn_void
-from tests.conftest import FAMILIES, perturb
+from tests.conftest import FAMILIES
 from tests.conftest import build as tiny
 from tests.policies.test_hf import make_batch
 from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
@@ -153,14 +152,6 @@ def test_a_gradient_that_is_not_finite_names_the_critic(batch):
         critic.update(replace(part, returns=part.returns * torch.nan))
 
 
-def test_making_and_asking_a_critic_draws_no_random_number(batch):
-    model = tiny("qwen3_moe")
-    state = torch.random.get_rng_state()
-    critic = HFCritic(model, Optimizer())
-    critic.update(to_learn(batch, critic))
-    assert torch.equal(state, torch.random.get_rng_state())
-
-
 # ---------------------------------------------------------------------- in a run
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -178,13 +169,6 @@ def test_ppo_trains_and_says_how_the_critic_did(trained):
     first = updates.iloc[0]
     assert first["value_explained_variance"] == 0, "V = 0 explains nothing"
     assert updates.query("step == 3")["value_loss"].mean() < updates.query("step == 1")["value_loss"].mean()
-
-
-def test_ppo_is_the_same_again_bit_for_bit(trained, tmp_path):
-    path, _ = trained
-    carry_out(PPO.replace(steps=3, save_every=1), tmp_path / "again")
-    assert frames.diff(path, tmp_path / "again") is None
-    assert critic_bytes(path) == critic_bytes(tmp_path / "again")
 
 
 def critic_bytes(path):
@@ -214,23 +198,12 @@ def test_a_critic_that_learns_nothing_is_none(tmp_path):
     assert not list((tmp_path / "returns").glob("commit/*/checkpoint/critic*"))
 
 
-def test_an_arm_that_asks_for_no_values_has_no_critic(tmp_path):
-    parts = build(TINY, tmp_path, tmp_path)
-    assert parts.critic is None
-    parts.collector.engine.close()
-
-
-def test_a_critic_starts_from_the_cold_started_weights():
-    loaded = load(PPO.model, 0)
-    perturb(loaded.model)
-    body = _critic(PPO, loaded).model["body"].state_dict()
-    assert all(torch.equal(body[name], tensor) for name, tensor in loaded.model.base_model.state_dict().items())
-
-
 def test_a_critic_starts_from_the_policys_weights_and_replay_leaves_it_alone(tmp_path):
     """Its routers route freely under an arm that replays other routes; only π's ratio knows of them."""
-    parts = {name: build(PPO.replace(arm=PPO.arm.replace(routes=name)), tmp_path / name, tmp_path)
-             for name in ("live", "random_sets")}  # fmt: skip
+    parts = {
+        name: build(PPO.replace(arm=PPO.arm.replace(routes=name)), tmp_path / name, tmp_path)
+        for name in ("live", "random_sets")
+    }
     body = parts["live"].critic.model["body"].state_dict()
     ours = dict(parts["live"].policy.model.base_model.state_dict())
     assert body.keys() == ours.keys() and all(torch.equal(body[name], ours[name]) for name in body)
@@ -246,9 +219,14 @@ def test_a_critic_starts_from_the_policys_weights_and_replay_leaves_it_alone(tmp
 
 
 # ---------------------------------------------------------------------- what is refused
-@pytest.mark.parametrize("options, lr, clip", [
-    ({}, 1.0, math.inf), ({"critic_lr": 0.5, "value_clip": 0.25}, 0.5, 0.25), ({"value_clip": math.inf}, 1.0, math.inf),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, lr, clip",
+    [
+        ({}, 1.0, math.inf),
+        ({"critic_lr": 0.5, "value_clip": 0.25}, 0.5, 0.25),
+        ({"value_clip": math.inf}, 1.0, math.inf),
+    ],
+)
 def test_the_advantage_gives_its_options_to_the_critic(options, lr, clip):
     """Its optimizer is AdamW beside the policy's, by default at the policy's learning rate."""
     policy = Optimizer(name="sgd", lr=1.0, warmup=3, grad_clip=0.5, router_lr_scale=0.0, loss_free_bias=1e-3)
@@ -265,22 +243,26 @@ def test_a_critic_on_megatron_is_refused():
     assert not [text for text in check(PPO) if "critic" in text]
 
 
-@pytest.mark.parametrize("key, value, words", [
-    ("critic_lr", -1.0, "above 0"), ("critic_lr", 0.0, "Without a critic"), ("critic_lr", math.inf, "above 0"),
-    ("value_clip", -0.1, "above 0"), ("value_clip", math.nan, "must be finite"),
-])  # fmt: skip
-def test_settings_that_no_critic_can_have_are_refused(key, value, words):
-    with pytest.raises(ConfigError, match=f"{key}=.*{words}"):
+@pytest.mark.parametrize(
+    ("key", "value"), [("critic_lr", 0.0), ("critic_lr", math.inf), ("value_clip", 0.0), ("value_clip", math.nan)]
+)
+def test_settings_that_no_critic_can_have_are_refused(key, value):
+    with pytest.raises(ConfigError, match=key):
         check(PPO.replace(arm=Arm(name="ppo", advantage=Component("gae", **{key: value}))))
 
 
-def test_groups_of_one_are_no_waste_with_a_critic():
-    assert not [text for text in warn_void(PPO.replace(group_size=1)) if "group_size" in text]
-    assert [text for text in warn_void(TINY.replace(group_size=1)) if "group_size" in text]
-
-
-def test_a_step_of_weights_that_moved_is_seen_by_the_values(batch):
-    critic = critic_of()
-    before = critic.values(batch)
-    perturb(critic.model["body"])
-    assert (critic.values(batch) - before).abs().max() > 1e-3
+@pytest.mark.parametrize(
+    "text, void",
+    [
+        ("reinforce_pp", False),
+        ("ppo+gae(critic_lr=2e-3)", False),
+        ("grpo+advantage=normalized(center=batch,scale=batch)", False),
+        ("dr_grpo", True),
+        ("rloo", True),
+        ("grpo+opo", True),
+        ("grpo+advantage=normalized(center=batch)", True),
+    ],
+)
+def test_groups_of_one_are_void_where_a_step_compares_within_groups(text, void):
+    said = warn_void(TINY.replace(group_size=1, arm=arm(text)))
+    assert any("group_size=1" in one for one in said) is void

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from moe_rl.build import check
 from moe_rl.config import Arm, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError
-from moe_rl.integrations.megatron.layout import Parallel, check_layout, normalised
+from moe_rl.integrations.megatron.layout import Parallel, check_layout
 from moe_rl.models.load import hf_config
 from moe_rl.registry import Component
 from moe_rl.routing.sites import find_sites
@@ -24,21 +24,18 @@ TINY = ModelConfig()
 @pytest.mark.parametrize(
     ("parallel", "world", "reason"),
     [
-        (Parallel(tp=2, etp=1), 2, "wrong gradients of the experts"),
+        (Parallel(tp=2, etp=1), 2, "etp=1"),
         (Parallel(dp=2, ep=2), 4, "needs 2 processes, but 4 run"),
         (Parallel(dp=2, ep=4), 2, "must divide"),
         (Parallel(dp=3, ep=3), 3, "16 experts over ep=3"),
         (Parallel(tp=4), 4, "2 key-value heads over tp=4"),
         (Parallel(pp=4), 4, "6 layers over pp=4"),
-        (Parallel(settings={"moe_router_fusion": True}), 1, "replay would be ignored"),
-        (Parallel(settings={"moe_expert_capacity_factor": 1.0}), 1, "dropped"),
-        (Parallel(settings={"virtual_pipeline_model_parallel_size": 2}), 1, "interleaved"),
-        (Parallel(settings={"moe_router_load_balancing_type": "sinkhorn"}), 1, "sinkhorn"),
-        (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "change with micro_batch, layout and padding"),
-        (Parallel(settings={"moe_z_loss_coeff": 1e-3}), 1, "change with micro_batch, layout and padding"),
-        (Parallel(settings={"moe_router_bias_update_rate": 1e-3}), 1, "use optimizer.loss_free_bias"),
-        (Parallel(settings={"hidden_dropout": 0.5}), 1, "it may change the model"),
-        (Parallel(settings={"moe_router_force_load_balancing": True}), 1, "it may change the model"),
+        (Parallel(settings={"moe_router_fusion": True}), 1, "moe_router_fusion"),
+        (Parallel(settings={"moe_expert_capacity_factor": 1.0}), 1, "capacity_factor=1.0"),
+        (Parallel(settings={"virtual_pipeline_model_parallel_size": 2}), 1, "virtual_pipeline"),
+        (Parallel(settings={"moe_router_load_balancing_type": "sinkhorn"}), 1, "'sinkhorn'"),
+        (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "aux_loss_coeff=0.01"),
+        (Parallel(settings={"hidden_dropout": 0.5}), 1, "hidden_dropout"),
     ],
 )
 def test_layouts_that_megatron_gets_wrong_are_refused_with_the_reason(parallel, world, reason):
@@ -51,13 +48,7 @@ def test_what_computes_the_same_numbers_otherwise_may_be_set():
     check_layout(Parallel(settings=settings), hf_config(TINY), 1)
 
 
-def test_mixtral_renormalises_whatever_its_configuration_says():
-    from transformers import MixtralConfig
-
-    assert normalised(families.tiny_config(MixtralConfig, {"norm_topk_prob": False}))
-
-
-@pytest.mark.parametrize("preset, reason", [("olmoe-tiny", "over all heads"), ("gpt_oss-tiny", "no mapping")])
+@pytest.mark.parametrize("preset, reason", [("olmoe-tiny", "olmoe"), ("gpt_oss-tiny", "gpt_oss")])
 def test_families_without_a_mapping_are_refused_by_name(preset, reason):
     with pytest.raises(ConfigError, match=reason):
         check_layout(Parallel(), hf_config(ModelConfig(name=preset)), 1)
@@ -66,24 +57,28 @@ def test_families_without_a_mapping_are_refused_by_name(preset, reason):
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-@pytest.mark.parametrize(("model_type", "shape", "parallel", "reason"), [
-    ("qwen3_next", {}, {}, "flash-linear-attention's Triton kernels"),
-    ("minimax_m2", {}, {}, "over all heads at once"),
-    ("deepseek_v3", {"norm_topk_prob": False}, {}, "sigmoid gates with norm_topk_prob=False"),
-    ("dots1", {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),
-    ("dots1", {"attention_bias": True}, {}, "attention_bias=True"),
-    ("deepseek_v3", {"rope_interleave": False}, {}, "rope_interleave=False"),
-    ("deepseek_v3", {"n_shared_experts": 0}, {}, "no shared expert"),
-    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, {}, "no shared expert"),
-    ("qwen3_moe", {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 3}, {},
-     "sliding_window=3"),
-    ("mixtral", {"layer_types": ["full_attention"] * 3, "sliding_window": 3}, {}, "sliding_window=3"),
-    ("qwen3_moe", {"rope_parameters": YARN}, {}, "rope_type='yarn'"),
-    ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, {}, "rope_parameters=.*'mscale': 0.7"),
-    ("deepseek_v3", {"num_hidden_layers": 4}, {"pp": 4}, "stage 0 has no MoE layer"),
-    ("glm4_moe", {"intermediate_size": 33}, {"tp": 2}, "33 width of dense layers over tp=2"),
-    ("qwen2_moe", {"shared_expert_intermediate_size": 33}, {"tp": 2}, "33 shared experts' width over tp=2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model_type", "shape", "parallel", "reason"),
+    [
+        ("qwen3_next", {}, {}, "qwen3_next"),
+        ("deepseek_v3", {"norm_topk_prob": False}, {}, "sigmoid gates with norm_topk_prob=False"),
+        ("dots1", {"num_experts_per_tok": 1}, {}, "num_experts_per_tok=1"),
+        ("dots1", {"attention_bias": True}, {}, "attention_bias=True"),
+        ("deepseek_v3", {"rope_interleave": False}, {}, "rope_interleave=False"),
+        ("deepseek_v3", {"n_shared_experts": 0}, {}, "no shared expert"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, {}, "no shared expert"),
+        (
+            "qwen3_moe",
+            {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 3},
+            {},
+            "sliding_window=3",
+        ),
+        ("qwen3_moe", {"rope_parameters": YARN}, {}, "rope_type='yarn'"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, {}, "rope_parameters=.*'mscale': 0.7"),
+        ("deepseek_v3", {"num_hidden_layers": 4}, {"pp": 4}, r"pp=4: .*\[0"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 33}, {"tp": 2}, "33 shared experts' width over tp=2"),
+    ],
+)
 def test_what_a_family_has_and_megatron_has_not_is_refused_by_name(model_type, shape, parallel, reason):
     from transformers import CONFIG_MAPPING
 
@@ -116,10 +111,8 @@ def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"policy": Component("fsdp", tp=2)}, "no option of the policy 'fsdp' is called 'tp'"),
-        ({"policy": Component("fsdp", compute_dtype="int8")}, "compute_dtype='int8' is not a floating-point dtype"),
-        ({"policy": Component("hf", compute_dtype="bfloat16")}, "no option of the policy 'hf'"),
-        ({"engine": Component("perturbed", dtype="bfloat16")}, "copies the model of policy='hf'"),
+        ({"policy": Component("fsdp", compute_dtype="int8")}, "compute_dtype='int8'"),
+        ({"engine": Component("perturbed", dtype="bfloat16")}, "policy='hf'"),
         (
             {"router_noise.scale": 1.0, "router_noise.target": "choice", "router_noise.direction": "last_step"},
             "is not possible with policy='fsdp'",
@@ -133,26 +126,36 @@ def test_what_fsdp_cannot_do_is_refused_by_name(settings, reason):
         check(RUN.replace(**{"policy": "fsdp", **settings}))
 
 
-@pytest.mark.parametrize("settings", [
-    {"model.name": "deepseek_v3-tiny", "model.overrides": {}, "optimizer.loss_free_bias": 1e-3},
-    {"engine": Component("server", url="http://127.0.0.1:8000", dtype="bfloat16"),
-     "arm": Arm(name="r3", routes="rollout")},
-    {"arm": ARMS[1], "optimizer.name": "sgd", "optimizer.warmup": 3, "micro_batch_tokens": 64,
-     "router_noise.scale": 1.0},
-    {"model.router_dtype": "float32", "policy": Component("fsdp", compute_dtype="bfloat16")},
-    {"arm": Arm(name="recall", routes="recall")},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model.name": "deepseek_v3-tiny", "model.overrides": {}, "optimizer.loss_free_bias": 1e-3},
+        {
+            "engine": Component("server", url="http://127.0.0.1:8000", dtype="bfloat16"),
+            "arm": Arm(name="r3", routes="rollout"),
+        },
+        {
+            "arm": ARMS[1],
+            "optimizer.name": "sgd",
+            "optimizer.warmup": 3,
+            "micro_batch_tokens": 64,
+            "router_noise.scale": 1.0,
+        },
+        {"model.router_dtype": "float32", "policy": Component("fsdp", compute_dtype="bfloat16")},
+        {"arm": Arm(name="recall", routes="recall")},
+    ],
+)
 def test_what_fsdp_can_do_is_not(settings):
     check(RunConfig(**{**vars(RUN), "policy": "fsdp"}).replace(**settings))
 
 
-@pytest.mark.parametrize("family", ["phimoe", "dbrx", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["dbrx", "qwen3_moe"])
 def test_routers_that_are_cut_by_themselves_are_recognised_under_their_new_class(family):
-    """As `fully_shard` renames them; phimoe's are known by their class alone."""
+    """As `fully_shard` renames them."""
     model = families.build(next(one for one in families.FAMILIES if one.model_type == family))
     before = find_sites(model)
     for site in before:
         kind = type(site.module)
         site.module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
     after = find_sites(model)
-    assert after == before and [site.by_maxima for site in after] == [family == "phimoe"] * len(after)
+    assert after == before

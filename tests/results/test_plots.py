@@ -17,12 +17,11 @@ from moe_rl.errors import RunError
 from moe_rl.results import figures, plots, stats, study_page
 from moe_rl.results.figures import attribution
 from moe_rl.results.summary import MAIN, per_run
-from moe_rl.results.tables import summary_table
 from moe_rl.storage.frames import Frames
 from tests import fake_study
 
 ARMS = [arm.name for arm in fake_study.study.arms]
-DRAWN = [name for name in figures.FIGURES if name != "survival"]
+DRAWN = [*figures.FIGURES]
 """Figures over steps, mini-batches and sites, which say of every seed what it measured."""
 
 
@@ -55,8 +54,12 @@ def test_learning_draws_every_seed_and_their_mean_from_the_table(frames):
     figure = figures.learning(frames, ARMS)
     for ax, column in zip(figure.axes[:3], ("reward", "eval_exact_greedy", "eval_exact_sampled"), strict=True):
         for arm in ARMS:
-            table = frames["steps"].query("arm == @arm").dropna(subset=[column]).pivot(
-                index="seed", columns="step", values=column)
+            table = (
+                frames["steps"]
+                .query("arm == @arm")
+                .dropna(subset=[column])
+                .pivot(index="seed", columns="step", values=column)
+            )
             for seed in range(3):
                 x, y = line(ax, f"{arm} seed={seed} {column}")
                 assert (x == table.columns).all() and (y == table.loc[seed]).all()
@@ -74,11 +77,17 @@ def test_the_band_is_the_interval_over_seeds_on_the_scale_of_a_share():
         assert heights.min() == pytest.approx(want.low[0]) and heights.max() == pytest.approx(want.high[0])
 
 
-@pytest.mark.parametrize(("seeds", "arms", "bands", "lines"), [(3, 3, False, True), (4, 3, True, True),
-                                                               (9, 3, True, False), (8, 4, True, False)])
+@pytest.mark.parametrize(
+    ("seeds", "arms", "bands", "lines"),
+    [(3, 3, False, True), (4, 3, True, True), (9, 3, True, False), (8, 4, True, False)],
+)
 def test_seeds_are_drawn_one_by_one_where_they_are_few_and_bands_where_there_is_an_interval(seeds, arms, bands, lines):
-    rows = [{"arm": f"a{a}", "seed": s, "step": t, "reward": 0.3 + 0.01 * s + 0.1 * a}
-            for a in range(arms) for s in range(seeds) for t in range(3)]
+    rows = [
+        {"arm": f"a{a}", "seed": s, "step": t, "reward": 0.3 + 0.01 * s + 0.1 * a}
+        for a in range(arms)
+        for s in range(seeds)
+        for t in range(3)
+    ]
     _, (ax,) = plots.new_figure(1, "")
     note = plots.curves(ax, pd.DataFrame(rows), "reward", "step", [f"a{a}" for a in range(arms)])
     assert bool(ax.collections) == bands == ("band:" in note)
@@ -87,8 +96,12 @@ def test_seeds_are_drawn_one_by_one_where_they_are_few_and_bands_where_there_is_
 
 
 def test_no_band_leaves_the_range_of_its_quantity():
-    near = pd.DataFrame([{"arm": "a", "seed": s, "step": 1, "reward": r, "token_log_ratio_var": 9 * r, "own_x": r}
-                         for s, r in enumerate((0.0, 0.01, 0.02, 0.6))])
+    near = pd.DataFrame(
+        [
+            {"arm": "a", "seed": s, "step": 1, "reward": r, "token_log_ratio_var": 9 * r, "own_x": r}
+            for s, r in enumerate((0.0, 0.01, 0.02, 0.6))
+        ]
+    )
     limits = {}
     for column in ("reward", "token_log_ratio_var", "own_x"):
         _, (ax,) = plots.new_figure(1, "")
@@ -100,12 +113,24 @@ def test_no_band_leaves_the_range_of_its_quantity():
 
 
 def test_the_model_before_the_first_step_is_a_line_wherever_rewards_are_drawn(frames):
-    before = [{"arm": arm, "seed": seed, "factors": "base", "step": 0, "eval_reward_sampled": 0.4 + 0.1 * seed,
-               "eval_exact_greedy": 0.7, "eval_exact_sampled": 0.4} for arm in ARMS for seed in range(3)]
+    before = [
+        {
+            "arm": arm,
+            "seed": seed,
+            "factors": "base",
+            "step": 0,
+            "eval_reward_sampled": 0.4 + 0.1 * seed,
+            "eval_exact_greedy": 0.7,
+            "eval_exact_sampled": 0.4,
+        }
+        for arm in ARMS
+        for seed in range(3)
+    ]
     steps = pd.concat([pd.DataFrame(before), frames["steps"]], ignore_index=True)
     axes = figures.learning(dataclasses.replace(frames, tables={"steps": steps}), ARMS).axes
-    for ax, column, height in zip(axes, ("reward", "eval_exact_greedy", "eval_exact_sampled"), (0.5, 0.7, 0.4),
-                                  strict=False):
+    for ax, column, height in zip(
+        axes, ("reward", "eval_exact_greedy", "eval_exact_sampled"), (0.5, 0.7, 0.4), strict=False
+    ):
         assert line(ax, f"before RL {column}")[1] == pytest.approx([height] * 2)
 
 
@@ -122,22 +147,16 @@ def test_differences_within_seeds_stand_beside_the_levels(frames):
 def test_rows_of_other_arms_and_seeds_are_in_the_legend_and_in_the_note():
     few, more = frames_of(seeds=2, steps=8), frames_of(seeds=3, steps=8)
 
-    def cell(frames: Frames, name: str, arms: list[str], router_noise: dict) -> list[pd.DataFrame]:
-        tables = (frames.runs.assign(config=json.dumps({"router_noise": router_noise})), *frames.tables.values())
-        return [table[table["arm"].isin(arms)].assign(factors=name) for table in tables]
+    def cell(frames: Frames, name: str, arms: list[str]) -> list[pd.DataFrame]:
+        return [t[t["arm"].isin(arms)].assign(factors=name) for t in (frames.runs, *frames.tables.values())]
 
-    parts = zip(
-        cell(few, "quiet", ARMS[:2], {}),
-        cell(more, "moved", ARMS[2:], {"target": "other_weights", "scale": 0.5}),
-        strict=True,
-    )
+    parts = zip(cell(few, "quiet", ARMS[:2]), cell(more, "moved", ARMS[2:]), strict=True)
     runs, *tables = (pd.concat(both, ignore_index=True) for both in parts)
     figure = figures.FIGURES["learning_by_cell"](Frames(runs, dict(zip(few.tables, tables, strict=True))), ARMS)
     legend = figure.legends[0]
     assert set(ARMS) <= {text.get_text() for text in legend.get_texts()}
     note = " ".join(legend.get_title().get_text().split())
     assert "quiet: mean over n = 2" in note and "moved: mean over n = 3" in note
-    assert "into all but its routers, σ = 0.5" in figure.axes[3].get_title("left")
 
 
 def test_long_curves_are_means_over_windows_and_say_so():
@@ -176,34 +195,22 @@ def test_expert_change_per_site_is_the_mean_over_steps(frames):
     assert x.tolist() == list(range(fake_study.SITES)) and np.allclose(y, table, rtol=0, atol=1e-15)
 
 
-def test_a_run_too_short_for_attribution_is_told_the_setting(frames):
-    short = frames["updates"].drop(columns=[c for c in frames["updates"] if c.startswith("attribution")])
-    with pytest.raises(RunError, match=r"no run measured attribution sums.*measure\.detail_every=1"):
-        figures.ratio_spread(dataclasses.replace(frames, tables={**frames.tables, "updates": short}), ARMS)
-
-
-@pytest.mark.parametrize(("measured", "words"), [
-    (True, "no step has 'clip_tokens' of every seed"), (False, "no run measured 'clip_tokens'")])
+@pytest.mark.parametrize(
+    ("measured", "words"), [(True, "no step has 'clip_tokens' of every seed"), (False, "no run measured 'clip_tokens'")]
+)
 def test_a_column_without_a_mean_says_whether_it_was_measured(measured, words):
     """Two seeds measure at different steps, or not at all."""
     values = {(seed, step): 0.1 for seed, step in ((0, 1), (1, 2)) if measured}
-    rows = [{"arm": "grpo", "seed": seed, "step": step, "clip_tokens": values.get((seed, step), np.nan)}
-            for seed in (0, 1) for step in (1, 2)]
+    rows = [
+        {"arm": "grpo", "seed": seed, "step": step, "clip_tokens": values.get((seed, step), np.nan)}
+        for seed in (0, 1)
+        for step in (1, 2)
+    ]
     with matplotlib.rc_context(plots.STYLE), pytest.raises(RunError, match=words):
         plots.curves(plots.new_figure(1, "")[1][0], pd.DataFrame(rows), "clip_tokens", "step", ["grpo"])
     other = pd.DataFrame(rows).assign(arm="gspo")
     with matplotlib.rc_context(plots.STYLE), pytest.raises(RunError, match="no run measured 'clip_tokens'"):
         plots.curves(plots.new_figure(1, "")[1][0], other, "clip_tokens", "step", ["grpo"])
-
-
-def test_nothing_is_cut_off_at_the_top(frames):
-    taller = frames["updates"].copy()
-    sums = [c for c in taller if c.startswith("attribution_sum")]
-    taller.loc[taller["arm"] == "gspo", sums] *= 100
-    more = dataclasses.replace(frames, tables={**frames.tables, "updates": taller})
-    figure = figures.ratio_spread(more, ARMS)
-    highest = max(one.get_ydata().max() for ax in figure.axes for one in ax.lines)
-    assert all(ax.get_ylim()[0] == 0 and ax.get_ylim()[1] >= highest for ax in figure.axes)
 
 
 @pytest.mark.parametrize(("arms", "columns"), [(3, 3), (9, 2)])
@@ -218,10 +225,17 @@ def test_a_legend_takes_more_lines_where_it_is_wider_than_the_figure(arms, colum
 
 def test_spread_and_shares_pool_sums_before_they_divide():
     # two steps of unlike size: pooled Var(D) = (2 + 90) / (2 + 8) = 9.2, not the mean of 1 and 11.25
-    sums = [{"n": 2, "d": 0, "r": 0, "dd": 2, "rr": 0.5, "jj": 1.5, "rj": 0},
-            {"n": 8, "d": 0, "r": 0, "dd": 90, "rr": 45.5, "jj": 136.5, "rj": -46}]
-    updates = pd.DataFrame([{"step": i, "update": 2, "arm": "grpo", "seed": 0, "attribution_n": s.pop("n")}
-                            | {f"attribution_sum_{k}": float(v) for k, v in s.items()} for i, s in enumerate(sums)])
+    sums = [
+        {"n": 2, "d": 0, "r": 0, "dd": 2, "rr": 0.5, "jj": 1.5, "rj": 0},
+        {"n": 8, "d": 0, "r": 0, "dd": 90, "rr": 45.5, "jj": 136.5, "rj": -46},
+    ]
+    updates = pd.DataFrame(
+        [
+            {"step": i, "update": 2, "arm": "grpo", "seed": 0, "attribution_n": s.pop("n")}
+            | {f"attribution_sum_{k}": float(v) for k, v in s.items()}
+            for i, s in enumerate(sums)
+        ]
+    )
     row = attribution(updates, by=["update"]).iloc[0]
     assert row["natural_std"] == pytest.approx(9.2**0.5) and row["replayed_std"] == pytest.approx(4.6**0.5)
     assert [row[k] for k in figures.SHARES] == pytest.approx([0.5, 1.5, -1.0])
@@ -239,41 +253,24 @@ def test_variance_shares_are_drawn_as_bars_that_sum_to_one(frames):
 def test_an_arm_keeps_its_colour_when_others_are_missing(frames, name):
     def colours(some: Frames) -> set[str]:
         figure = figures.FIGURES[name](some, ARMS)
-        return {to_hex(c).upper() for ax in figure.axes
-                for c in [*(x.get_color() for x in ax.lines if "gspo" in str(x.get_gid())),
-                          *(x.get_facecolor() for x in ax.patches[6:9])]}
+        return {
+            to_hex(c).upper()
+            for ax in figure.axes
+            for c in [
+                *(x.get_color() for x in ax.lines if "gspo" in str(x.get_gid())),
+                *(x.get_facecolor() for x in ax.patches[6:9]),
+            ]
+        }
 
-    alone = Frames(frames.runs[frames.runs["arm"] == "gspo"],
-                   {name: frame[frame["arm"] == "gspo"] for name, frame in frames.tables.items()})
+    alone = Frames(
+        frames.runs[frames.runs["arm"] == "gspo"],
+        {name: frame[frame["arm"] == "gspo"] for name, frame in frames.tables.items()},
+    )
     assert plots.COLOURS[2] in colours(frames)
     if name != "variance_shares":
         assert colours(alone) == {plots.COLOURS[2]}
-    elif (ax := figures.FIGURES[name](alone, ARMS).axes[0]):
+    elif ax := figures.FIGURES[name](alone, ARMS).axes[0]:
         assert {to_hex(p.get_facecolor()).upper() for p in ax.patches} == {plots.COLOURS[2]}
-
-
-@pytest.mark.parametrize("name", ["expert_change", "ratio_spread", "variance_shares"])
-def test_figures_measured_without_the_router_noise_say_so_where_runs_have_it(frames, name):
-    configs = [json.dumps(json.loads(text) | {"router_noise": {"scale": 2.0}}) for text in frames.runs["config"]]
-    noisy = dataclasses.replace(frames, runs=frames.runs.assign(config=configs))
-    said = "without the router noise"
-    assert said in figures.FIGURES[name](noisy, ARMS)._suptitle.get_text()
-    assert said not in figures.FIGURES[name](frames, ARMS)._suptitle.get_text()
-    assert f"of the network {said}" in summary_table(noisy, ARMS, "").note
-    assert said not in summary_table(frames, ARMS, "").note
-
-
-def test_windows_stand_at_the_same_steps_whatever_a_run_has_measured():
-    long = frames_of(seeds=2, steps=60)
-    holes = long["steps"].query("not (arm == 'gspo' and seed == 1 and step in [1, 2, 31])")
-    ax = figures.learning(dataclasses.replace(long, tables={"steps": holes}), ARMS).axes[0]
-    assert line(ax, "gspo mean reward")[0].tolist() == list(range(2, 60, 3))
-
-
-def test_colours_are_told_apart():
-    assert len(set(plots.COLOURS)) == len(plots.COLOURS) == 17
-    arms = [f"arm {i}" for i in range(34)]
-    assert len({(plots.colour_of(arm, arms), plots.dashes_of(arm, arms)) for arm in arms}) == 34
 
 
 def test_a_method_has_one_colour_and_symbol_whatever_the_study():
@@ -283,17 +280,6 @@ def test_a_method_has_one_colour_and_symbol_whatever_the_study():
     for arms in orders:
         assert len({plots.colour_of(arm, arms) for arm in arms}) == len(arms)
     assert [plots.symbol_of(name) for name in ("grpo", "gspo", "gspo − grpo", "m2po")] == ["o", "^", "^", "o"]
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_a_study_of_more_arms_than_colours_is_drawn(frames, name):
-    arms = [f"arm {i}" for i in range(9)]
-    runs, *tables = (pd.concat([f[f["arm"] == "gspo"].assign(arm=arm) for arm in arms], ignore_index=True)
-                     for f in (frames.runs, *frames.tables.values()))
-    many = Frames(runs, dict(zip(frames.tables, tables, strict=True)))
-    figure = figures.FIGURES[name](many, arms)
-    words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
-    assert all(arm in words for arm in arms)
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -311,65 +297,8 @@ def test_the_same_tables_give_the_same_bytes(frames, tmp_path):
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in again]
 
 
-def test_one_seed_is_drawn_without_interval_and_says_so():
-    one = frames_of(seeds=1, steps=12)
-    for name in DRAWN:
-        figure = figures.FIGURES[name](one, ARMS)
-        words = [t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text"))]
-        assert any("n = 1 seed: no interval" in w for w in words)
-
-
 def test_a_seed_that_ended_early_is_drawn_to_its_end_and_the_mean_stops_there(frames):
     cut = frames["steps"].query("not (arm == 'grpo' and seed == 1 and step > 10)")
     ax = figures.learning(dataclasses.replace(frames, tables={"steps": cut}), ARMS).axes[0]
     assert line(ax, "grpo seed=1 reward")[0][-1] == 10 and line(ax, "grpo seed=0 reward")[0][-1] == 24
     assert line(ax, "grpo mean reward")[0][-1] == 10
-
-
-def test_compute_is_what_an_arms_runs_had_spent_on_average():
-    frames = frames_of(seeds=2, steps=4)
-    steps = frames.tables["steps"]
-    length = [10 * (1 + ARMS.index(row.arm)) + row.seed if row.step else np.nan for row in steps.itertuples()]
-    frames.tables["steps"] = steps.assign(response_tokens=length)
-    figure = figures.learning_over_compute(frames, ARMS)
-    assert [ax.get_xlabel() for ax in figure.axes[:2]] == ["response tokens sampled"] * 2
-    x, y = line(figure.axes[0], f"{ARMS[1]} mean reward")
-    table = steps[steps["arm"] == ARMS[1]].dropna(subset=["reward"]).pivot(index="step", columns="seed",
-                                                                           values="reward")
-    assert np.allclose(x, 205.0 * table.index, rtol=0, atol=1e-9), "10 responses of 20 and of 21 tokens"
-    assert np.allclose(y, table.mean(axis=1), rtol=0, atol=1e-15)
-    frames.tables["steps"] = steps.drop(columns="response_tokens")
-    with pytest.raises(RunError, match="measured response_tokens"):
-        figures.learning_over_compute(frames, ARMS)
-
-
-def test_compute_counts_all_that_was_drawn_where_groups_were_exchanged():
-    """Of one arm: of others nothing was exchanged, and they count what they kept, 10 responses of 13 tokens."""
-    frames = frames_of(seeds=2, steps=4)
-    steps = frames.tables["steps"]
-    frames.tables["steps"] = steps.assign(sampled_tokens=np.where(steps["arm"] == ARMS[0], 400.0, np.nan))
-    ax = figures.learning_over_compute(frames, ARMS).axes[0]
-    assert line(ax, f"{ARMS[0]} mean reward")[0] == pytest.approx([400, 800, 1200, 1600])
-    assert line(ax, f"{ARMS[1]} mean reward")[0] == pytest.approx([130, 260, 390, 520])
-
-
-def test_what_nobody_measured_is_an_error_that_names_it(frames):
-    bare = dataclasses.replace(frames, tables={"updates": frames["updates"][["arm", "seed", "step", "update"]]})
-    with pytest.raises(RunError, match="measured attribution sums.*detail_every=1"):
-        figures.variance_shares(bare, ARMS)
-
-
-def test_long_names_of_many_arms_leave_room_for_the_panels(frames, tmp_path):
-    long = "crossed(weigh=sequence,clip=token,clip_low=0.01)+seq_mean_token_sum+normalized(center=group,scale=none)+old"
-    names = [f"{long}({i})" for i in range(3)] + [f"arm{i}" for i in range(12)]
-    steps, layers = (pd.concat([frames[t], *(frames[t].query("arm == 'grpo'").assign(arm=name) for name in names)])
-                     .query("arm in @names") for t in ("steps", "layers"))
-    tables = {**frames.tables, "steps": steps, "layers": layers}
-    figure = figures.expert_change(dataclasses.replace(frames, tables=tables), names)
-    plots.save(figure, tmp_path, "many")
-    (legend,) = figure.legends
-    assert legend.get_window_extent().width < figure.bbox.width
-    assert all(ax.get_window_extent().height > 2 * figure.dpi and legend.get_window_extent().y1 < ax.bbox.y0
-               for ax in figure.axes)
-    means = [one for one in figure.axes[0].lines if " mean " in (one.get_gid() or "")]
-    assert len({(one.get_color(), one.get_linestyle()) for one in means}) == len(means) == 15

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -24,9 +23,21 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e</script><script>alert(1)</script
 
 def row(step: int, rollout: int, reward: float, ratio: float = 0.1, length: int = 2, text: str = "ok") -> dict:
     tokens = [[text, ratio, 1, 2], ["!", 0.0, 0, 0], [7], ["env", None, 0, 0]]
-    return {"step": step, "rollout": rollout, "group": 0, "reward": reward, "advantage": reward - 0.5,
-            "response_tokens": float(length), "truncated": 0.0, "log_ratio_min": min(ratio, 0), "log_ratio_max":
-            max(ratio, 0), "clipped": 1, "flips": 2, "prompt": text, "response": json.dumps(tokens)}  # fmt: skip
+    return {
+        "step": step,
+        "rollout": rollout,
+        "group": 0,
+        "reward": reward,
+        "advantage": reward - 0.5,
+        "response_tokens": float(length),
+        "truncated": 0.0,
+        "log_ratio_min": min(ratio, 0),
+        "log_ratio_max": max(ratio, 0),
+        "clipped": 1,
+        "flips": 2,
+        "prompt": text,
+        "response": json.dumps(tokens),
+    }
 
 
 def run_of(path: Path, steps: list[list[dict]]) -> Path:
@@ -41,27 +52,33 @@ def run_of(path: Path, steps: list[list[dict]]) -> Path:
 
 @pytest.fixture
 def run(tmp_path):
-    return run_of(tmp_path / "study" / "gspo" / "base" / "seed=0", [
-        [row(1, 0, 0.0, 0.3), row(1, 1, 1.0, -0.9, text="the hack")],
-        [row(2, 4, 0.5, 0.2, length=9), row(2, 5, 0.25, 0.4, text=HOSTILE)],
-    ])  # fmt: skip
+    return run_of(
+        tmp_path / "study" / "gspo" / "base" / "seed=0",
+        [
+            [row(1, 0, 0.0, 0.3), row(1, 1, 1.0, -0.9, text="the hack")],
+            [row(2, 4, 0.5, 0.2, length=9), row(2, 5, 0.25, 0.4, text=HOSTILE)],
+        ],
+    )
 
 
 def titles(text: str) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in re.findall(r"step (\d+), rollout (\d+)", text)]
 
 
-@pytest.mark.parametrize("options, found", [
-    ([], [(2, 4), (2, 5)]),  # the last step
-    (["--step", "1"], [(1, 1), (1, 0)]),
-    (["--step", "1:2"], [(1, 1), (2, 4), (2, 5), (1, 0)]),
-    (["--best", "1"], [(1, 1)]),
-    (["--worst", "2"], [(1, 0), (2, 5)]),
-    (["--best", "1", "--worst", "1", "--step", "2"], [(2, 4), (2, 5)]),
-    (["--sort", "ratio", "--best", "2"], [(1, 1), (2, 5)]),
-    (["--sort", "length", "--best", "1"], [(2, 4)]),
-    (["--sort", "step", "--worst", "1"], [(1, 0)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, found",
+    [
+        ([], [(2, 4), (2, 5)]),  # the last step
+        (["--step", "1"], [(1, 1), (1, 0)]),
+        (["--step", "1:2"], [(1, 1), (2, 4), (2, 5), (1, 0)]),
+        (["--best", "1"], [(1, 1)]),
+        (["--worst", "2"], [(1, 0), (2, 5)]),
+        (["--best", "1", "--worst", "1", "--step", "2"], [(2, 4), (2, 5)]),
+        (["--sort", "ratio", "--best", "2"], [(1, 1), (2, 5)]),
+        (["--sort", "length", "--best", "1"], [(2, 4)]),
+        (["--sort", "step", "--worst", "1"], [(1, 0)]),
+    ],
+)
 def test_read_shows_what_is_asked_for(run, capsys, options, found):
     assert cli.main(["runs", "read", str(run), *options]) == 0
     assert titles(capsys.readouterr().out) == found
@@ -70,7 +87,7 @@ def test_read_shows_what_is_asked_for(run, capsys, options, found):
 def test_everything_that_a_reader_needs_is_there(run, capsys):
     assert cli.main(["runs", "read", str(run), "--best", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "reward 1 advantage +0.5 2 tokens log r -0.9 … +0 1 clipped 2 flips" in said
+    assert "advantage +0.5 2 tokens log r -0.9 … +0 1 clipped 2 flips" in said
     assert "the hack! […7 tokens…] env" in said and "furthest: 'the hack' -0.9 clipped 2 flips" in said
 
 
@@ -79,15 +96,6 @@ def test_no_control_code_reaches_the_terminal(run, capsys):
     said = capsys.readouterr().out
     assert all(c.isprintable() or c == "\n" for c in said) and "\\x1b[2J" in said and "[red]" in said
     assert visible("a\tb\n\u202e[/x]é") == "a\\tb⏎\n\\u202e[/x]é"
-
-
-@pytest.mark.parametrize("options, said", [
-    (["--step", "3"], "stores rollouts of steps 1 to 2"), (["--step", "x"], "is not a step"),
-    (["--sort", "size"], "choose"), (["--page", os.devnull, "--step", "2"], "Leave out --step"),
-    (["--page", os.devnull, "--sort", "ratio"], "Leave out --step, --sort"),
-])  # fmt: skip
-def test_what_is_not_there_is_said(run, capsys, options, said):
-    assert cli.main(["runs", "read", str(run), *options]) == 2 and said in capsys.readouterr().err
 
 
 def test_no_run_and_a_run_without_rollouts_are_told_apart(tmp_path, capsys):

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from moe_rl.config import Optimizer
+from moe_rl.integrations.shards import describe
 from moe_rl.models.load import LoadedModel
-from moe_rl.models.shards import describe
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.rollouts.hf import HFEngine

@@ -16,7 +16,7 @@ from moe_rl.rollouts import log
 from moe_rl.rollouts.log import FILES, GapFiles
 from moe_rl.storage import frames
 from moe_rl.storage.folder import RunFolder
-from moe_rl.trainer import roll_out, train
+from moe_rl.trainer import sample, train
 from moe_rl.types import Sampling
 from tests.test_trainer import TINY, carry_out
 
@@ -33,20 +33,23 @@ def kept(folder):
 
 
 def test_what_stands_out_is_kept_and_no_more_than_three(parts, tmp_path):
-    batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", Sampling())
+    batch, watch = sample(parts, 1), GapFiles(tmp_path / "rollouts", Sampling())
     for step, gap in enumerate((1e-3, 2e-3, 1e-3, 2e-3, 4.9e-3), start=1):
         watch(step, batch, {"engine_kl_k3": gap})
     watch(6, batch, {})
     assert kept(tmp_path / "rollouts") == []
     for step in range(10, 20):
-        with pytest.warns(UserWarning, match=f"step {step}: .*moe-rl diagnose") if step < 10 + FILES else \
-                warnings.catch_warnings():
+        with (
+            pytest.warns(UserWarning, match=f"step {step}: .*moe-rl diagnose")
+            if step < 10 + FILES
+            else warnings.catch_warnings()
+        ):
             watch(step, batch, {"engine_kl_k3": 0.5 * 20 ** (step - 9)})
     assert kept(tmp_path / "rollouts") == [f"step=0000{10 + i}.jsonl" for i in range(FILES)]
 
 
 def test_a_first_step_far_off_is_kept_and_rounding_never(parts, tmp_path):
-    batch = roll_out(RUN, parts, 1)
+    batch = sample(parts, 1)
     watch = GapFiles(tmp_path / "a", Sampling())
     for step in range(1, 9):
         watch(step, batch, {"engine_kl_k3": 1e-13 if step < 8 else 9e-7})
@@ -57,7 +60,7 @@ def test_a_first_step_far_off_is_kept_and_rounding_never(parts, tmp_path):
 
 
 def test_a_gap_that_is_no_number_is_kept_and_not_remembered(parts, tmp_path):
-    batch, watch = roll_out(RUN, parts, 1), GapFiles(tmp_path / "rollouts", Sampling())
+    batch, watch = sample(parts, 1), GapFiles(tmp_path / "rollouts", Sampling())
     watch(1, replace(batch, response_mask=torch.zeros_like(batch.response_mask)), {"engine_kl_k3": math.nan})
     assert kept(tmp_path / "rollouts") == [], "nobody said anything"
     with pytest.warns(UserWarning, match="step 1: the KL between engine and trainer is nan nats"):
@@ -68,7 +71,7 @@ def test_a_gap_that_is_no_number_is_kept_and_not_remembered(parts, tmp_path):
 
 
 def test_a_kept_file_is_read_by_diagnose(parts, tmp_path):
-    batch = roll_out(RUN, parts, 1)
+    batch = sample(parts, 1)
     with pytest.warns(UserWarning):
         GapFiles(tmp_path, Sampling())(1, batch, {"engine_kl_k3": 1.0})
     found = diagnose(tmp_path / "step=000001.jsonl", parts.policy.model)
@@ -77,7 +80,7 @@ def test_a_kept_file_is_read_by_diagnose(parts, tmp_path):
 
 
 def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path, monkeypatch):
-    batch = roll_out(RUN, parts, 1)
+    batch = sample(parts, 1)
     mask = batch.response_mask.clone()
     start = int(mask[0].long().argmax())
     mask[0, start + 1] = False
@@ -90,17 +93,10 @@ def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path,
     assert 0 < file.stat().st_size <= 2000 and all(map(json.loads, file.read_text().splitlines()))
 
 
-def test_a_response_longer_than_a_file_may_be_is_kept(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(log, "FILE_BYTES", 10)
-    with pytest.warns(UserWarning, match="diagnose"):
-        GapFiles(tmp_path, Sampling())(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
-    assert len((tmp_path / "step=000001.jsonl").read_text().splitlines()) == 1
-
-
 def test_a_folder_that_cannot_be_written_is_a_warning(parts, tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="cannot be saved"):
-        GapFiles(tmp_path / "file" / "rollouts", Sampling())(1, roll_out(RUN, parts, 1), {"engine_kl_k3": 1.0})
+        GapFiles(tmp_path / "file" / "rollouts", Sampling())(1, sample(parts, 1), {"engine_kl_k3": 1.0})
 
 
 def test_watching_changes_no_number_of_a_run(tmp_path, monkeypatch):
@@ -125,8 +121,12 @@ def test_the_trainer_shows_every_step(tmp_path):
             waiting.pop()
 
     with RunFolder.open(tmp_path / "run", RUN.to_dict(), RUN.hash) as folder:
-        parts = replace(build(RUN, folder.path, tmp_path), watch=lambda step, row:
-                        seen.append((step.step, len(step.batch), row["engine_kl_k3"] < 1e-9, len(waiting))) or {})
+        parts = replace(
+            build(RUN, folder.path, tmp_path),
+            watch=lambda step, row: (
+                seen.append((step.step, len(step.batch), row["engine_kl_k3"] < 1e-9, len(waiting))) or {}
+            ),
+        )
         parts.policy.from_rank_0 = from_rank_0
         train(RUN, parts, folder)
     assert seen == [(1, 16, True, 0), (2, 16, True, 0)]

@@ -26,19 +26,36 @@ from moe_rl.types import Prompt, Rollout, Sampling
 
 EOS, VOCABULARY = 1, 20
 SIZES = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    eos_token_id=EOS,
+)
 CONFIGS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": lambda: GptOssConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2, sliding_window=8),
     "deepseek_v3": lambda: DeepseekV3Config(
-        **(SIZES | {"num_key_value_heads": 4}), moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2,
-        n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8,
+        **(SIZES | {"num_key_value_heads": 4}),
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
     ),
-}  # fmt: skip
+}
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13), (2,), (14, 15, 3, 4)]
 
 
@@ -216,22 +233,6 @@ def test_logits_that_are_not_finite_are_a_divergence(odd, greedy) -> None:
         draw_tokens(torch.full((2, 4), float("-inf")), noise, sampling)
 
 
-def test_weights_that_are_not_finite_are_a_divergence(model, tokenizer) -> None:
-    broken = copy.deepcopy(model)
-    with torch.no_grad():
-        broken.lm_head.weight[3] = float("nan")
-    with pytest.raises(Diverged, match="NaN or infinite"):
-        HFEngine(broken, tokenizer).generate(prompts(), 2, key=(0,), sampling=Sampling())
-
-
-def test_a_dense_prompt_batch_of_equal_length_gives_the_same_as_a_padded_one(model, tokenizer) -> None:
-    equal = prompts([(5, 6, 7), (8, 9, 10)])
-    engine, sampling = HFEngine(model, tokenizer), Sampling(max_new_tokens=6)
-    alone = engine.generate(equal, 2, key=(4,), sampling=sampling)
-    padded = engine.generate([*equal, *prompts([(1, 2, 3, 4, 5, 6, 7)])], 2, key=(4,), sampling=sampling)
-    assert [r.tokens for r in alone] == [r.tokens for r in padded[:4]]
-
-
 def test_gradients_may_use_what_was_recorded_and_modes_are_restored(model, tokenizer) -> None:
     model.model.layers[1].training = True
     rollout = HFEngine(model, tokenizer).generate(prompts(), 1, key=(0,), sampling=Sampling(max_new_tokens=3))[0]
@@ -254,10 +255,10 @@ def test_load_copies_into_an_own_model_and_leaves_a_shared_one_alone(model, toke
     versions = [p._version for p in model.parameters()]
     HFEngine(model, tokenizer).load(model.state_dict().items())
     assert versions == [p._version for p in model.parameters()]
-    with pytest.raises(RunError, match="lacks"):
-        engine.load([("nonsense", torch.zeros(1))])
-    with pytest.raises(RunError, match="missing"):
-        engine.load(list(model.state_dict().items())[1:])
+    state = list(model.state_dict().items())
+    for weights, name in (([*state, ("nonsense", torch.zeros(1))], "nonsense"), (state[1:], state[0][0])):
+        with pytest.raises(RunError, match=name):
+            engine.load(weights)
 
 
 def test_without_recording_nothing_else_changes(model, tokenizer) -> None:
@@ -275,11 +276,11 @@ def test_without_recording_nothing_else_changes(model, tokenizer) -> None:
     [
         ([], 1, Sampling(), "no prompts were given"),
         ([()], 1, Sampling(), "no token ids"),
-        ([(1,)], 0, Sampling(), "at least 1"),
-        ([(1,)], 1, Sampling(max_new_tokens=0), "at least 1"),
-        ([(1,)], 1, Sampling(temperature=0.0), "greedy"),
-        ([(1,), (1,) * 65], 1, Sampling(max_new_tokens=1), "prompt 1 .* has 65 tokens.*the model .* reads at most 64"),
-        ([(1,) * 60], 1, Sampling(max_new_tokens=5), "prompt 0 .* has 60 tokens, with max_new_tokens=5 65.* 64"),
+        ([(1,)], 0, Sampling(), "group size 0"),
+        ([(1,)], 1, Sampling(max_new_tokens=0), "max_new_tokens=0"),
+        ([(1,)], 1, Sampling(temperature=0.0), "temperature=0"),
+        ([(1,), (1,) * 65], 1, Sampling(max_new_tokens=1), "prompt 1 .* 65 tokens.* 64"),
+        ([(1,) * 60], 1, Sampling(max_new_tokens=5), "prompt 0 .* 60 tokens .* 5, .* 64"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(model, tokenizer, rows, group, sampling, message) -> None:

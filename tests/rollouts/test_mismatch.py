@@ -17,7 +17,7 @@ from moe_rl.registry import Component
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine, to_int8_and_back, with_noise
 from moe_rl.routing import RoutingTrace
-from moe_rl.trainer import roll_out
+from moe_rl.trainer import sample
 from tests.test_trainer import TINY, carry_out
 
 WIDE = TINY.replace(prompts_per_step=16, max_new_tokens=12)
@@ -28,7 +28,7 @@ def gap(tmp_path, **settings):
     run = WIDE.replace(engine=Component("perturbed" if settings else "hf", **settings))
     parts = build(run, tmp_path, tmp_path)
     parts.collector.engine.load(parts.policy.weights())
-    batch = roll_out(run, parts, 1)
+    batch = sample(parts, 1)
     row, sites = engine_row(batch, parts.policy.score(batch))
     return parts, row, sites
 
@@ -118,13 +118,6 @@ def test_replaying_the_rollouts_routes_removes_what_the_router_noise_adds(tmp_pa
     assert (steps["first_update_log_ratio_max"].dropna() < 1e-5).all(), "both sides replay the engine's routes"
 
 
-def test_anchored_on_the_engine_the_first_ratio_is_the_mismatch(tmp_path):
-    arm = Arm(name="anchored", loss=Component("gspo", clip_low=0.01, clip_high=0.013), anchor="engine")
-    run = WIDE.replace(arm=arm, engine="perturbed(dtype=bfloat16)", steps=1)
-    steps = carry_out(run, tmp_path / "run")["steps"]
-    assert steps.iloc[-1]["first_update_log_ratio_max"] > 1e-4
-
-
 def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
     from moe_rl.storage import frames
 
@@ -138,40 +131,18 @@ def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("hff", "no engine is called 'hff'"),
-        ("vllm(int8=true)", "no option of the engine 'vllm' is called 'int8'"),
-        ("hf(dialect=sglang)", "no option of the engine 'hf' is called 'dialect'"),
-        ("perturbed(dtype=bf16)", "not a floating-point dtype"),
-        ("hf(routes=free)", "choose raise"),
-        ("perturbed(router_noise=-1.0)", "negative"),
-        ("perturbed(router_noise=nan)", "must be finite"),
-        ("perturbed(int8)", "must be name=value"),
-        ("server", "the engine 'server' needs url"),
-        ("server(url=localhost)", "must be the address of a server"),
+        ("vllm(int8=true)", "int8"),
+        ("perturbed(dtype=bf16)", "dtype='bf16'"),
+        ("perturbed(experts=magic)", "magic"),
+        ("hf(routes=free)", "routes='free'"),
+        ("perturbed(router_noise=-1.0)", "router_noise=-1.0"),
+        ("perturbed(router_noise=nan)", "router_noise=nan"),
+        ("server(url=localhost)", "engine.url"),
     ],
 )
 def test_engine_settings_that_cannot_be_meant_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         check(TINY.replace(engine=settings))
-
-
-def test_more_stop_strings_than_an_endpoint_takes_are_refused_before_anything_runs():
-    run = TINY.replace(stop=tuple("abcde"), engine=Component("server", url="http://127.0.0.1:1"))
-    with pytest.raises(ConfigError, match=r"stop has 5 texts, but /v1/completions takes at most 4. Set engine.dialect"):
-        check(run)
-    for taken in (run.replace(stop=tuple("abcd")), run.replace(**{"engine.dialect": "vllm"})):
-        check(taken)
-
-
-def test_r3_needs_an_engine_that_is_asked_for_routes():
-    run = TINY.replace(arm=Arm(name="r3", routes="rollout"), engine=Component("hf", routes="off"))
-    with pytest.raises(ConfigError, match="records none"):
-        check(run)
-
-
-def test_an_implementation_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="magic"):
-        gap(tmp_path, experts="magic")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -183,8 +154,12 @@ def test_the_noise_floor_is_measured_as_the_mismatch_is(tmp_path, dtype):
     sites = tables["layers"].query("step == 2")["noise_floor_any_change_rate"]
     assert step["noise_floor_any_change_rate"] == pytest.approx(sites.mean()) and len(sites) == 2
     assert step["noise_floor_any_change_rate"] <= step["noise_floor_any_layer_change"] <= sites.sum() + 1e-12
-    assert dtype == "bfloat16" or (step["noise_floor_logprob"] < 1e-5 and step["noise_floor_kl_k3"] < 1e-10
-                                   and step["noise_floor_beyond_2"] == 0 and sites.max() == 0)
+    assert dtype == "bfloat16" or (
+        step["noise_floor_logprob"] < 1e-5
+        and step["noise_floor_kl_k3"] < 1e-10
+        and step["noise_floor_beyond_2"] == 0
+        and sites.max() == 0
+    )
     assert tables["layers"].query("step == 1")["noise_floor_any_change_rate"].isna().all(), "measured at detail only"
 
 
@@ -200,8 +175,9 @@ def test_the_noise_floor_of_a_policy_that_scores_padded_rows_otherwise_by_hand(t
             return found
         ids, layout = found.routes.ids().long(), found.routes.layout
         ids[:, :, 0] = torch.where(ids[:, :, 0] >= 0, (ids[:, :, 0] + 1) % layout.sites[0].num_experts, -1)
-        return replace(found, logprobs=found.logprobs + by * batch.response_mask,
-                       routes=RoutingTrace.from_ids(ids, layout))
+        return replace(
+            found, logprobs=found.logprobs + by * batch.response_mask, routes=RoutingTrace.from_ids(ids, layout)
+        )
 
     monkeypatch.setattr(HFPolicy, "score", noisy)
     tables = carry_out(WIDE.replace(steps=2), tmp_path / "run")

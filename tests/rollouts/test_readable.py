@@ -12,22 +12,32 @@ from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.rollouts import log
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.log import choose_rollouts, rollout_rows
-from moe_rl.types import Prompt, Rollout
+from moe_rl.types import Batch, Prompt, Rollout
 
 TOKENIZER = byte_tokenizer()
 
 
 def batch_of(texts: list[tuple[str, str]], rewards: list[float]):
-    rollouts = [Rollout(Prompt(p, tokens=tuple(p.encode())), tuple(r.encode()), torch.zeros(len(r.encode())), r, i != 0)
-                for i, (p, r) in enumerate(texts)]  # fmt: skip
-    return collate(rollouts, [i // 2 for i in range(len(texts))], rewards, 257)
+    rollouts = [
+        Rollout(Prompt(p, tokens=tuple(p.encode())), tuple(r.encode()), torch.zeros(len(r.encode())), r, i != 0)
+        for i, (p, r) in enumerate(texts)
+    ]
+    sampled = collate(rollouts, [i // 2 for i in range(len(texts))], rewards, 257)
+    return Batch(**vars(sampled), old_logprobs=sampled.rollout_logprobs, advantages=sampled.rollout_logprobs * 0)
 
 
 def rows_of(batch, log_ratio=None, clipped=None, flips=None, step=1, most=8):
     zeros = torch.zeros(batch.tokens.shape)
     flips = zeros.long() if flips is None else flips
-    return rollout_rows(step, batch, zeros if log_ratio is None else log_ratio,
-                    zeros.to(torch.int8) if clipped is None else clipped, lambda rows: flips[rows], TOKENIZER, most)
+    return rollout_rows(
+        step,
+        batch,
+        zeros if log_ratio is None else log_ratio,
+        zeros.to(torch.int8) if clipped is None else clipped,
+        lambda rows: flips[rows],
+        TOKENIZER,
+        most,
+    )
 
 
 def test_a_row_by_hand():
@@ -38,9 +48,19 @@ def test_a_row_by_hand():
     first, second = rows_of(replace(batch, advantages=advantages), log_ratio, clipped.to(torch.int8), flips.long())
     assert json.loads(first.pop("response")) == [["4", 0.25, 0, 2], ["·", -1.5, -1, 1], ["é", 0.0, 0, 0]]
     assert first == {
-        "step": 1, "rollout": 0, "group": 0, "reward": 1.0, "advantage": 0.5, "response_tokens": 3.0, "truncated": 1.0,
-        "log_ratio_min": -1.5, "log_ratio_max": 0.25, "clipped": 1, "flips": 3, "prompt": "2+2=",
-    }  # fmt: skip
+        "step": 1,
+        "rollout": 0,
+        "group": 0,
+        "reward": 1.0,
+        "advantage": 0.5,
+        "response_tokens": 3.0,
+        "truncated": 1.0,
+        "log_ratio_min": -1.5,
+        "log_ratio_max": 0.25,
+        "clipped": 1,
+        "flips": 3,
+        "prompt": "2+2=",
+    }
     assert (second["rollout"], second["truncated"], second["advantage"]) == (1, 0.0, -0.5)
 
 

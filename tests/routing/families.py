@@ -19,31 +19,101 @@ from moe_rl.routing.sites import UNSUPPORTED, router_parameters
 
 TINY = {
     # every decoder
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.1,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 16,
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 16,
     # experts and routers
-    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 3,
-    "moe_topk": 3, "top_k_experts": 3, "norm_topk_prob": True, "n_group": 4, "topk_group": 2,
-    "routed_scaling_factor": 2.5, "route_scale": 2.5, "router_scaling_factor": 2.5, "router_hidden_size": 16,
-    "moe_intermediate_size": 16, "moe_hidden_size": 16, "first_k_dense_replace": 1, "num_dense_layers": 1,
-    "n_shared_experts": 1, "num_shared_experts": 1, "moe_num_shared_experts": 1, "share_expert_dim": 16,
-    "shared_expert_intermediate_size": 16, "shared_experts_intermediate_size": 16, "shared_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16, "num_mtp_layers": 0,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_topk": 3,
+    "top_k_experts": 3,
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "route_scale": 2.5,
+    "router_scaling_factor": 2.5,
+    "router_hidden_size": 16,
+    "moe_intermediate_size": 16,
+    "moe_hidden_size": 16,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "share_expert_dim": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_experts_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "num_mtp_layers": 0,
     # latent, sparse, linear and state-space attention
-    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "index_head_dim": 8, "index_n_heads": 2, "index_topk": 64, "linear_head_dim": 8, "linear_num_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "hc_mult": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 64,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "hc_mult": 2,
     # eyes and ears, which the tests do not use
-    "depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "image_size": 16, "spatial_merge_size": 2,
-    "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "text_hidden_size": 32, "output_dim": 32,
-    "projection_intermediate_size": 16, "projector_hidden_size": 16, "projector_input_dim": 32,
-    "projector_output_dim": 32, "vision_output_dim": 32, "output_channels": 8, "downsample_channels": [16, 32],
-    "global_attn_indexes": [0], "window_size": 2, "mlp_dim": 16, "adapter_in_dim": 32, "adapter_out_dim": 32,
-    "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 16, "num_mel_bins": 8,
-    "image_token_id": 40, "video_token_id": 41, "audio_token_id": 42, "image_token_index": 40, "video_token_index": 41,
-}  # fmt: skip
+    "depth": 1,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "image_size": 16,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "text_hidden_size": 32,
+    "output_dim": 32,
+    "projection_intermediate_size": 16,
+    "projector_hidden_size": 16,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "vision_output_dim": 32,
+    "output_channels": 8,
+    "downsample_channels": [16, 32],
+    "global_attn_indexes": [0],
+    "window_size": 2,
+    "mlp_dim": 16,
+    "adapter_in_dim": 32,
+    "adapter_out_dim": 32,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 16,
+    "num_mel_bins": 8,
+    "image_token_id": 40,
+    "video_token_id": 41,
+    "audio_token_id": 42,
+    "image_token_index": 40,
+    "video_token_index": 41,
+}
 """Small values for whatever of these names a configuration has."""
 
 
@@ -118,19 +188,6 @@ def sigmoid_with_shared(logits: Tensor, ids: Tensor, at: At) -> Tensor:
     return normalised(every)[:, : ids.shape[1]] * at.scale * at.router.global_scale.double()
 
 
-def sparsemixer(logits: Tensor, ids: Tensor, at: At) -> Tensor:
-    """Phi-MoE: per slot a softmax over the experts within a band below the best, the forced one let in."""
-    weights, left = [], logits.clone()
-    for slot in range(ids.shape[1]):
-        chosen = ids[:, slot : slot + 1]
-        best = left.max(-1, keepdim=True).values
-        band = (best - logits) / torch.maximum(logits.abs(), best) <= 2 * at.config.router_jitter_noise
-        band = band.scatter(1, chosen, True) & left.isfinite()
-        weights.append(left.masked_fill(~band, -torch.inf).softmax(-1).gather(1, chosen))
-        left = left.scatter(1, chosen, -torch.inf)
-    return torch.cat(weights, 1)
-
-
 CONVENTIONS: dict[Formula, str] = {
     softmax: "softmax over all experts",
     softmax_normalised: "softmax over all experts, renormalised",
@@ -143,7 +200,6 @@ CONVENTIONS: dict[Formula, str] = {
     softmax_expert_scale: "softmax, renormalised, scaled per expert",
     softmax_or_skip: "softmax over the experts and one more class: the token skips the layer's experts",
     sigmoid_with_shared: "sigmoid, renormalised together with the shared experts",
-    sparsemixer: "for each slot, softmax over the experts with scores close to the best",
 }
 
 
@@ -202,9 +258,12 @@ FULL = {"layer_types": ["full_attention"] * 3}
 TWO = {"num_hidden_layers": 2}
 MROPE = {
     "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [1, 1, 2]
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [1, 1, 2],
     }
-}  # fmt: skip
+}
 
 FAMILIES = [
     Family("afmoe", sigmoid_normalised_scaled),
@@ -214,133 +273,287 @@ FAMILIES = [
     Family("bailing_hybrid", sigmoid_normalised_scaled, HYBRID),
     Family("beam", sigmoid_normalised, SPARSE),
     Family("cohere2_moe", softmax_of_chosen, TWO),
-    Family("dbrx", softmax_normalised, {
-        "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3},
-    }, experts=False),
-    Family("deepseek_ocr2", softmax, {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
-           "DeepseekOcr2ForConditionalGeneration"),
-    Family("deepseek_v2", softmax, {"topk_method": "group_limited_greedy"},
-           before=("5.13", {"topk_method": "greedy"})),  # whose group-limited routing is broken
+    Family(
+        "dbrx",
+        softmax_normalised,
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 128,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3},
+        },
+        experts=False,
+    ),
+    Family(
+        "deepseek_ocr2",
+        softmax,
+        {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
+        "DeepseekOcr2ForConditionalGeneration",
+    ),
+    Family(
+        "deepseek_v2", softmax, {"topk_method": "group_limited_greedy"}, before=("5.13", {"topk_method": "greedy"})
+    ),  # whose group-limited routing is broken
     Family("deepseek_v3", sigmoid_normalised_scaled),
     Family("deepseek_v32", sigmoid_normalised_scaled),
-    Family("deepseek_v4", sqrt_softplus, {
-        "mlp_layer_types": ["hash_moe", "moe", "moe"], "num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 8,
-        "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
-    }, padding=False),
+    Family(
+        "deepseek_v4",
+        sqrt_softplus,
+        {
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "num_key_value_heads": 1,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+        },
+        padding=False,
+    ),
     Family("dots1", sigmoid_normalised_scaled),
-    Family("dots3_note", sigmoid_normalised_scaled, {
-        "text_config": {"layer_types": ["indexed_attention"] * 3},
-        "vision_config": SPARSE | {"num_experts_per_tok": 2},
-        "audio_config": {"adapter_input_size": 32, "hidden_size": 32, "conv_output_size": 32},
-    }, "Dots3NoteForConditionalGeneration"),
+    Family(
+        "dots3_note",
+        sigmoid_normalised_scaled,
+        {
+            "text_config": {"layer_types": ["indexed_attention"] * 3},
+            "vision_config": SPARSE | {"num_experts_per_tok": 2},
+            "audio_config": {"adapter_input_size": 32, "hidden_size": 32, "conv_output_size": 32},
+        },
+        "Dots3NoteForConditionalGeneration",
+    ),
     Family("ernie4_5_moe", softmax_normalised),
     Family("exaone_moe", sigmoid_normalised_scaled),
     Family("flex_olmo", softmax_normalised, TWO),
     Family("flint", sigmoid_normalised, {"mlp_only_layers": [0]}, checkpointing="rounded"),
-    Family("gemma4_text", softmax_expert_scale, {
-        "enable_moe_block": True, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 48,
-        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
-    }),
+    Family(
+        "gemma4_text",
+        softmax_expert_scale,
+        {
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 48,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     Family("glm4_moe", sigmoid_normalised_scaled),
     Family("glm4_moe_lite", sigmoid_normalised_scaled),
     Family("glm4v_moe", sigmoid_normalised_scaled, {"text_config": MROPE}, "Glm4vMoeForConditionalGeneration"),
-    Family("glm5_next", sigmoid_normalised_scaled, {
-        "text_config": SPARSE | {
-            "qk_rope_head_dim": 0, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
-            "index_kpool": 2,
-        }
-    }, "Glm5NextForConditionalGeneration", torch_since="2.7"),
+    Family(
+        "glm5_next",
+        sigmoid_normalised_scaled,
+        {
+            "text_config": SPARSE
+            | {
+                "qk_rope_head_dim": 0,
+                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+                "index_kpool": 2,
+            }
+        },
+        "Glm5NextForConditionalGeneration",
+        torch_since="2.7",
+    ),
     Family("glm_moe_dsa", sigmoid_normalised_scaled, SPARSE, sound_since="5.11"),
     Family("gpt_oss", softmax_of_chosen, TWO),
     Family("granitemoe", softmax_of_chosen, TWO, scores_since="5.13"),
     Family("granitemoe_swa", softmax_of_chosen, TWO, checkpointing="rounded"),
-    Family("granitemoehybrid", softmax_of_chosen, HYBRID | {"mamba_chunk_size": 8}, scores_since="5.13",
-           before=("5.13", {"mamba_chunk_size": 8, "layer_types": ["mamba", "attention", "mamba"]})),
+    Family(
+        "granitemoehybrid",
+        softmax_of_chosen,
+        HYBRID | {"mamba_chunk_size": 8},
+        scores_since="5.13",
+        before=("5.13", {"mamba_chunk_size": 8, "layer_types": ["mamba", "attention", "mamba"]}),
+    ),
     Family("granitemoeshared", softmax_of_chosen, TWO, scores_since="5.13"),
     Family("hunyuan_v1_moe", softmax_normalised, TWO),
     Family("hy_v3", sigmoid_normalised_scaled),
     Family("hy_v4", sigmoid_normalised_scaled),
-    Family("hy_v4_vl", sigmoid_normalised_scaled, {
-        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-    }, "HYV4VLForConditionalGeneration"),
-    Family("inkling2_text", sigmoid_normalised_scaled, {
-        "num_hidden_layers": 2, "d_rel": 4, "rel_extent": 32, "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2, "swa_head_dim": 8, "unpadded_vocab_size": 48,
-    }, checkpointing="rounded"),
-    Family("inkling_text", sigmoid_with_shared, SPARSE | {
-        "d_rel": 4, "rel_extent": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
-    }),
-    Family("jamba", softmax, {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0,
-        "use_mamba_kernels": False, "mamba_d_state": 4,
-    }),
-    Family("jetmoe", softmax_of_chosen, TWO, dispatch=jetmoe_dispatch, experts=False, checkpointing="none",
-           scores_since=None),
+    Family(
+        "hy_v4_vl",
+        sigmoid_normalised_scaled,
+        {
+            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        },
+        "HYV4VLForConditionalGeneration",
+    ),
+    Family(
+        "inkling2_text",
+        sigmoid_normalised_scaled,
+        {
+            "num_hidden_layers": 2,
+            "d_rel": 4,
+            "rel_extent": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "unpadded_vocab_size": 48,
+        },
+        checkpointing="rounded",
+    ),
+    Family(
+        "inkling_text",
+        sigmoid_with_shared,
+        SPARSE
+        | {
+            "d_rel": 4,
+            "rel_extent": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+        },
+    ),
+    Family(
+        "jamba",
+        softmax,
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 0,
+            "use_mamba_kernels": False,
+            "mamba_d_state": 4,
+        },
+    ),
+    Family(
+        "jetmoe",
+        softmax_of_chosen,
+        TWO,
+        dispatch=jetmoe_dispatch,
+        experts=False,
+        checkpointing="none",
+        scores_since=None,
+    ),
     Family("kimi_linear", sigmoid_normalised_scaled, HYBRID),
     Family("kolibri1", sigmoid_normalised_scaled, TWO),
     Family("laguna", sigmoid_normalised),
-    Family("lara_mini", softmax_normalised, {
-        "layer_types": ["linear_attention", "full_attention", "sliding_attention"],
-    }),
+    Family(
+        "lara_mini",
+        softmax_normalised,
+        {
+            "layer_types": ["linear_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     Family("lfm2_moe", sigmoid_normalised_scaled, {"layer_types": ["conv", "full_attention", "conv"]}),
     Family("llama4_text", sigmoid, TWO, dispatch=llama4_dispatch, experts=False, scores_since=None),
-    Family("longcat_flash", softmax, {"num_layers": 2, "zero_expert_num": 4}, experts=False,
-           scores_since="5.19"),
+    Family("longcat_flash", softmax, {"num_layers": 2, "zero_expert_num": 4}, experts=False, scores_since="5.19"),
     Family("mellum", softmax_normalised, TWO),
-    Family("mimo_v2_flash", sigmoid_normalised_scaled, FULL | {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-        }
-    }),
+    Family(
+        "mimo_v2_flash",
+        sigmoid_normalised_scaled,
+        FULL
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            }
+        },
+    ),
     Family("minimax", softmax_normalised, TWO | {"block_size": 8}),
     Family("minimax_m2", sigmoid_normalised, TWO),
-    Family("minimax_m3_vl_text", sigmoid_normalised, SPARSE | {
-        "dense_intermediate_size": 32, "rotary_dim": 4, "index_block_size": 8, "index_topk_blocks": 2,
-    }),
+    Family(
+        "minimax_m3_vl_text",
+        sigmoid_normalised,
+        SPARSE
+        | {
+            "dense_intermediate_size": 32,
+            "rotary_dim": 4,
+            "index_block_size": 8,
+            "index_topk_blocks": 2,
+        },
+    ),
     Family("mistral4", softmax_normalised, {}, "Mistral4ForCausalLM"),
-    Family("mistral_large4", softmax_normalised, {
-        "vision_config": {
-            "model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32,
-            "num_attention_heads": 4, "head_dim": 8,
+    Family(
+        "mistral_large4",
+        softmax_normalised,
+        {
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "intermediate_size": 32,
+                "num_attention_heads": 4,
+                "head_dim": 8,
+            },
         },
-    }, "MistralLarge4ForConditionalGeneration", checkpointing="not re-entrant"),
+        "MistralLarge4ForConditionalGeneration",
+        checkpointing="not re-entrant",
+    ),
     Family("mixtral", softmax_normalised, TWO),
-    Family("muse_spark", sigmoid_normalised_scaled, {
-        "text_config": SPARSE,
-        "audio_config": {
-            "patch_sizes": [4], "hidden_sizes": [16], "depths": [1], "num_hidden_layers": 1,
+    Family(
+        "muse_spark",
+        sigmoid_normalised_scaled,
+        {
+            "text_config": SPARSE,
+            "audio_config": {
+                "patch_sizes": [4],
+                "hidden_sizes": [16],
+                "depths": [1],
+                "num_hidden_layers": 1,
+            },
         },
-    }, "MuseSparkForConditionalGeneration"),
-    Family("nemotron_h", sigmoid_normalised_scaled, {
-        "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"], "ssm_state_size": 8,
-        "n_groups": 2, "chunk_size": 8,
-    }, before=("5.13", {
-        "layers_block_type": ["moe", "mamba", "moe", "attention"], "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
-    })),
+        "MuseSparkForConditionalGeneration",
+    ),
+    Family(
+        "nemotron_h",
+        sigmoid_normalised_scaled,
+        {
+            "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"],
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+        before=(
+            "5.13",
+            {
+                "layers_block_type": ["moe", "mamba", "moe", "attention"],
+                "ssm_state_size": 8,
+                "n_groups": 2,
+                "chunk_size": 8,
+            },
+        ),
+    ),
     Family("olmoe", softmax_normalised, TWO),
-    Family("openai_privacy_filter", softmax_of_chosen_by_k, TWO, "OpenAIPrivacyFilterForTokenClassification",
-           generates=False),
-    Family("phimoe", sparsemixer, TWO | {"num_experts_per_tok": 2}),
+    Family(
+        "openai_privacy_filter",
+        softmax_of_chosen_by_k,
+        TWO,
+        "OpenAIPrivacyFilterForTokenClassification",
+        generates=False,
+    ),
     Family("qwen2_moe", softmax_normalised, TWO),
     Family("qwen3_5_moe_text", softmax_normalised, HYBRID),
     Family("qwen3_moe", softmax_normalised, TWO),
     Family("qwen3_next", softmax_normalised, HYBRID),
-    Family("qwen3_omni_moe_thinker", softmax_normalised, {"text_config": TWO | MROPE, "vision_start_token_id": 43},
-           "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    Family(
+        "qwen3_omni_moe_thinker",
+        softmax_normalised,
+        {"text_config": TWO | MROPE, "vision_start_token_id": 43},
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+    ),
     Family("qwen3_vl_moe", softmax_normalised, {"text_config": TWO | MROPE}, "Qwen3VLMoeForConditionalGeneration"),
-    Family("qwen4_exp_text", softmax_normalised, {
-        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "hc_count": 2, "hc_lowrank": 8,
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
-        "indexer_compress_ratio": 4,
-    }, torch_since="2.7"),
+    Family(
+        "qwen4_exp_text",
+        softmax_normalised,
+        {
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+        },
+        torch_since="2.7",
+    ),
     Family("solar_open", sigmoid_normalised_scaled, TWO),
     Family("step3p7", sigmoid_normalised, {"text_config": SPARSE}, "Step3p7ForConditionalGeneration", experts=False),
-    Family("unlimited_ocr", softmax, {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
-           "UnlimitedOcrForConditionalGeneration"),
+    Family(
+        "unlimited_ocr",
+        softmax,
+        {"text_config": SPARSE | {"topk_method": "group_limited_greedy"}},
+        "UnlimitedOcrForConditionalGeneration",
+    ),
     Family("zaya", softmax_or_skip, TWO | {"num_experts_per_tok": 1, "num_key_value_heads": 2}),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -358,6 +571,7 @@ REFUSED = [
     Refused("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeBlock", "reads a part of the tokens"),
     Refused("inkling2_loop", "Inkling2LoopSparseMoeBlock", "several times"),
     Refused("nllb_moe", "NllbMoeTop2Router", "drops tokens"),
+    Refused("phimoe", "PhimoeTopKRouter", "one masked maximum per slot"),
     Refused("qwen3_omni_moe", "Qwen3OmniMoeTalkerForConditionalGeneration", "hook model.thinker"),
     Refused("switch_transformers", "SwitchTransformersTop1Router", "drops tokens"),
 ]
@@ -385,8 +599,7 @@ def older_than(release: str) -> bool:
 
 
 def build(family: Family, seed: int = 0):
-    """A tiny random model whose routers are neither uniform nor degenerate. Skips where transformers lacks the family.
-    """
+    """A tiny random model whose routers are neither uniform nor degenerate. Skips a family that is not there."""
     import transformers
 
     if family.model_type not in transformers.CONFIG_MAPPING:
@@ -430,9 +643,12 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-CHECKPOINTING = {"exact": None, "rounded": "gradients under activation checkpointing are equal to 1e-6",
-                 "not re-entrant": "re-entrant activation checkpointing fails in transformers 5.24",
-                 "none": "no activation checkpointing"}  # fmt: skip
+CHECKPOINTING = {
+    "exact": None,
+    "rounded": "gradients under activation checkpointing are equal to 1e-6",
+    "not re-entrant": "re-entrant activation checkpointing fails in transformers 5.24",
+    "none": "no activation checkpointing",
+}
 
 
 def remarks(family: Family) -> list[str]:
@@ -440,7 +656,6 @@ def remarks(family: Family) -> list[str]:
     found = [CHECKPOINTING[family.checkpointing]]
     found.append(None if family.experts else "eager experts only")
     found.append("`scores=True` is refused" if not family.scores_since else None)
-    found.append("two masked maxima in place of a top-k; eval mode only" if family.formula is sparsemixer else None)
     found.append(None if family.padding else "the model itself differs under left padding")
     if family.scores_since not in (None, "0"):
         found.append(f"scores need transformers ≥ {family.scores_since}")

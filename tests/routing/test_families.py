@@ -321,7 +321,7 @@ def test_scores_are_the_routers_own_or_refused(case):
     with torch.no_grad(), watched(case.model) as seen, record_routing(case.model, scores=True) as recording:
         since = case.family.scores_since
         if since is None or older_than(since):
-            with pytest.raises(RoutingError, match=f"Record without scores{f'.*>= {since}' if since else ''}"):
+            with pytest.raises(RoutingError, match="Record without scores"):
                 case.model(case.tokens)
             return
         case.model(case.tokens)

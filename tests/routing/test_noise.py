@@ -46,8 +46,10 @@ def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else
     the whole is what replaying the ids it picked there gives, bit for bit."""
     model = build(family) if family in FAMILIES else tiny(next(f for f in ALL if f.model_type == family))
     noise, seen = Noise("choice", 0.5, 7), {}
-    handles = [site.reader.register_forward_pre_hook(lambda m, a, k: seen.update({m: (a, k)}), with_kwargs=True)
-               for site in find_sites(model)]  # fmt: skip
+    handles = [
+        site.reader.register_forward_pre_hook(lambda m, a, k: seen.update({m: (a, k)}), with_kwargs=True)
+        for site in find_sites(model)
+    ]
     with disturbed(model, noise):
         logits, routes = forward(model, tokens)
     for handle in handles:
@@ -97,8 +99,11 @@ def test_under_a_choice_gradient_reaches_the_routers_own_weights_through_the_gat
 def test_the_form_beside_moves_every_matrix_of_the_layers_but_the_routers(family, tokens):
     model, twin = build(family), build(family)
     routers = {id(m) for site in find_sites(twin) for m in router_matrices(site)}
-    beside = [p for name, p in twin.named_parameters() if ".layers." in name and p.dim() > 1 and id(p) not in routers
-              and not name.endswith("bias")]
+    beside = [
+        p
+        for name, p in twin.named_parameters()
+        if ".layers." in name and p.dim() > 1 and id(p) not in routers and not name.endswith("bias")
+    ]
     with torch.no_grad():
         for matrix, u in zip(beside, directions(beside, 7, 0), strict=True):
             matrix += 0.1 * matrix.std() * u
@@ -124,7 +129,7 @@ def test_the_last_step_is_where_the_optimizer_went_and_outlives_a_checkpoint(nam
     again.load(tmp_path)
     for owner in (policy, again):
         after = [m for site in find_sites(owner.model) for m in router_matrices(site)]
-        along = steps(after, partial(last_step, owner.optimizer))
+        along = steps(after, partial(last_step, owner.trained, owner.optimizer))
         for new, old, u in zip(after, before, along, strict=True):
             step = (new - old).detach()
             torch.testing.assert_close(u, step / step.square().mean().sqrt(), rtol=1e-3, atol=1e-3)

@@ -20,8 +20,12 @@ from tests.conftest import FAMILIES, build, perturb
 from tests.policies.test_hf import make_batch, policy_of
 from tests.routing import families
 
-TERMS = (Component("router_kl", coef=0.5), Component("router_logits", coef=0.2), Component("z_loss", coef=0.1),
-         Component("load_balance", coef=0.3))  # fmt: skip
+TERMS = (
+    Component("router_kl", coef=0.5),
+    Component("router_logits", coef=0.2),
+    Component("z_loss", coef=0.1),
+    Component("load_balance", coef=0.3),
+)
 RSPO = objective_of(Arm(name="a", loss=Component("rspo", base="grpo", floor=0.9), terms=TERMS))
 
 
@@ -64,8 +68,12 @@ def test_at_a_token_stands_what_routed_its_predecessor(family):
         n = int(batch.attention_mask[b].sum())
         row = batch.tokens[b : b + 1, :n]
         logits: list[torch.Tensor] = []
-        keep = partial(lambda kept, module, given, output: kept.append(torch.nn.functional.linear(
-            given[0].flatten(0, -2), module.weight, getattr(module, "bias", None))), logits)
+        keep = partial(
+            lambda kept, module, given, output: kept.append(
+                torch.nn.functional.linear(given[0].flatten(0, -2), module.weight, getattr(module, "bias", None))
+            ),
+            logits,
+        )
         handles = [site.module.register_forward_hook(keep) for site in find_sites(policy.model)]
         with torch.no_grad(), record_routing(policy.model) as recording:
             policy.model(row)
@@ -102,8 +110,10 @@ def test_a_cut_load_is_that_of_the_whole_and_of_its_parts():
     policy.micro_batch = 64
     (whole,), _ = seen(policy, part)
     assert len(cut) == 3 and whole.load is None
-    sums = {kind: [sum(sites) for sites in zip(*(replace(c, load=None).loads()[kind] for c in cut), strict=True)]
-            for kind in ("preferred", "used")}  # fmt: skip
+    sums = {
+        kind: [sum(sites) for sites in zip(*(replace(c, load=None).loads()[kind] for c in cut), strict=True)]
+        for kind in ("preferred", "used")
+    }
     for kind, sites in whole.loads().items():
         for mine, parts, given in zip(sites, sums[kind], cut[0].load[kind], strict=True):
             torch.testing.assert_close(parts, mine)
@@ -136,8 +146,10 @@ def test_every_term_reaches_every_router(term):
     still = replace(batch, advantages=torch.zeros_like(batch.advantages))
     part = mini_batch(still, old, objective=objective)
     grads = {}
-    hooks = [p.register_post_accumulate_grad_hook(lambda p: grads.__setitem__(id(p), p.grad.clone()))
-             for p in policy.model.parameters()]  # fmt: skip
+    hooks = [
+        p.register_post_accumulate_grad_hook(lambda p: grads.__setitem__(id(p), p.grad.clone()))
+        for p in policy.model.parameters()
+    ]
     policy.gradient(part, objective)
     assert len(hooks) == len(list(policy.model.parameters()))
     assert all(grads[id(p)].abs().max() > 1e-8 for p in router_parameters(policy.model))

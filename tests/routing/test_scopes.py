@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import record_routing, replay_routing
@@ -172,8 +176,9 @@ def test_a_micro_batch_without_a_known_route_routes_freely_within_a_batch_that_h
     batch, found = make_batch(), []
     for micro_batch in (64, 3):
         model = build("qwen3_moe")
-        policy = policy_of(model, micro_batch=micro_batch, score_batch=micro_batch,
-                           activation_checkpointing=activation_checkpointing)  # fmt: skip
+        policy = policy_of(
+            model, micro_batch=micro_batch, score_batch=micro_batch, activation_checkpointing=activation_checkpointing
+        )
         routes = holed(policy.score(batch).routes, rows=(4, 5))
         perturb(model)
         old = policy.score(batch, routes)
@@ -196,3 +201,269 @@ def test_a_whole_trace_that_knows_nothing_is_refused_everywhere():
             use()
     with pytest.raises(RoutingError, match="no known routing"), replay_routing(policy.model, routes):
         pass
+
+
+# ---------------------------------------------------------------------- checkpoints of one's own
+class OwnCheckpoint(torch.autograd.Function):
+    """Re-entrant activation checkpointing as other libraries write it."""
+
+    @staticmethod
+    def forward(ctx, function, hidden):
+        ctx.function = function
+        ctx.save_for_backward(hidden)
+        return function(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.function(hidden), gradient)
+        return None, hidden.grad
+
+
+class Hidden(OwnCheckpoint):
+    """The same, by a decorator that names nothing, with the function where nobody looks for it."""
+
+    @staticmethod
+    @functools.wraps(OwnCheckpoint.forward)
+    def forward(*everything):
+        ctx, function, hidden = everything
+        ctx.save_for_backward(hidden)
+        ctx.state = {"run": [function]}
+        return function(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function = ctx.state["run"][0]
+        return OwnCheckpoint.backward(ctx, gradient)
+
+
+class Apart(OwnCheckpoint):
+    """The same, whose forward has no context."""
+
+    @staticmethod
+    def forward(function, hidden):
+        return function(hidden)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.function, hidden = inputs
+        ctx.save_for_backward(hidden)
+
+
+OWN = {
+    "reentrant": lambda function, hidden: checkpoint(function, hidden, use_reentrant=True),
+    "non-reentrant": lambda function, hidden: checkpoint(function, hidden, use_reentrant=False),
+    "own function": OwnCheckpoint.apply,
+    "hidden function": Hidden.apply,
+}
+
+
+def wrap(module, run):
+    inner = module.forward
+    module.forward = lambda hidden, **kwargs: run(lambda x: inner(x, **kwargs), hidden)
+
+
+def own_checkpoints(model, how):
+    """The model with every layer checkpointed, and its MoE block once more inside the layer."""
+    for layer in model.model.layers if how else ():
+        wrap(layer.mlp, OWN[how])
+        wrap(layer, OWN[how])
+    model.get_input_embeddings().weight.requires_grad_()
+    return model
+
+
+def gradients_of(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("how", OWN)
+def test_checkpoints_of_ones_own_recompute_each_forward_as_it_ran(tokens, how):
+    trace, _ = record(build("qwen3_moe", seed=3), tokens)
+    other, _ = record(build("qwen3_moe", seed=5), tokens)
+    found = []
+    for wrapped in (None, how):
+        model = own_checkpoints(build("qwen3_moe"), wrapped)
+        with record_routing(model):
+            free = loss(model, tokens)
+        with replay_routing(model, trace):
+            outer = loss(model, tokens)
+            with replay_routing(model, other):
+                (free + outer + loss(model, tokens)).backward()
+        found.append(gradients_of(model))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("how", OWN)
+def test_a_checkpoint_of_ones_own_is_not_recomputed_under_other_routes(tokens, how):
+    trace, _ = record(build("qwen3_moe", seed=5), tokens)
+    model = own_checkpoints(build("qwen3_moe"), how)
+    with pytest.raises(RoutingError, match="checkpointed layers were not backpropagated"), replay_routing(model, trace):
+        _kept = loss(model, tokens)
+    free = loss(model, tokens)
+    with pytest.raises(RoutingError, match="gate is recomputed in a replay block"), replay_routing(model, trace):
+        (free + loss(model, tokens)).backward()
+    assert not left_behind(model.model.layers[0].mlp.experts)
+
+
+def test_a_checkpoint_without_a_context_is_refused(tokens):
+    trace, _ = record(build("qwen3_moe", seed=5), tokens)
+    model = build("qwen3_moe")
+    wrap(model.model.layers[1].mlp, Apart.apply)
+    model.get_input_embeddings().weight.requires_grad_()
+    with pytest.raises(RoutingError, match="1 checkpointed layers were not"), replay_routing(model, trace):
+        _kept = loss(model, tokens)
+
+
+def test_checkpointing_that_is_switched_on_inside_a_scope_is_seen(moved, tokens):
+    model, trace, other = moved
+    with replay_routing(model, trace):
+        loss(model, tokens).backward()
+    plain = gradients_of(model)
+    model.zero_grad()
+    with replay_routing(model, trace):
+        outer = loss(checkpointed(model, "non-reentrant"), tokens)
+        with replay_routing(model, other), torch.no_grad():
+            loss(model, tokens)
+            with torch.enable_grad():
+                outer.backward()
+    assert torch.equal(gradients_of(model), plain)
+
+
+# ---------------------------------------------------------------------- threads
+def test_a_scope_is_of_the_thread_that_opened_it(moved, tokens):
+    model, trace, other = moved
+    natural, logits = record(model, tokens)
+
+    def elsewhere(scope):
+        """What another thread sees that opens a scope of its own, or none."""
+        found = []
+
+        def run():
+            with torch.no_grad(), scope() as recording:
+                found.append(model(tokens).logits if recording is None else (model(tokens), recording)[1])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return found[0]
+
+    with torch.no_grad(), replay_routing(model, trace), record_routing(model) as recording:
+        model(tokens)
+        assert torch.equal(elsewhere(nullcontext), logits)
+        assert elsewhere(lambda: record_routing(model)).trace(tokens) == natural
+        assert elsewhere(lambda: replay_routing(model, other)).preferred != trace
+    assert recording.trace(tokens) == trace
+
+
+# ---------------------------------------------------------------------- ids that are changed after the choice
+def first_expert(output):
+    """Expert 0 in the last slot of every token that does not have it."""
+    return tuple(
+        x if x.is_floating_point() else torch.cat([x[:, :-1], x[:, -1:].where((x == 0).any(-1, True), 0)], -1)
+        for x in output
+    )
+
+
+def steer_hook(mlp):
+    mlp.gate.register_forward_hook(lambda _, args, output: first_expert(output))
+
+
+def steer_in_place(mlp):
+    mlp.gate.register_forward_hook(lambda _, args, output: (output[2].copy_(first_expert(output)[2]), None)[1])
+
+
+def steer_experts(mlp):
+    mlp.experts.register_forward_pre_hook(lambda _, args: first_expert(args))
+
+
+def steer_wrapper(mlp):
+    inner = mlp.gate.forward
+    mlp.gate.forward = lambda *args: first_expert(inner(*args))
+
+
+class Around(nn.Module):
+    """Around a router, or around experts."""
+
+    def __init__(self, module, given):
+        super().__init__()
+        self.inner, self.given = module, given
+
+    def forward(self, *args):
+        return self.inner(*first_expert(args)) if self.given else first_expert(self.inner(*args))
+
+
+def steer_around(mlp):
+    mlp.experts = Around(mlp.experts, given=True)
+
+
+def steer_around_gate(mlp):
+    mlp.gate = Around(mlp.gate, given=False)
+
+
+@pytest.mark.parametrize("steer", [steer_around, steer_around_gate])
+def test_ids_that_a_module_around_changes_are_refused(qwen, tokens, steer):
+    steer(qwen.model.layers[1].mlp)
+    with pytest.raises(RoutingError, match=r"layers.1.mlp.gate(\.inner)? chose other ids"):
+        record(qwen, tokens)
+
+
+def test_experts_that_layers_share_or_somebody_else_calls_are_none_of_our_business(qwen, tokens):
+    experts = qwen.model.layers[0].mlp.experts
+    for layer in qwen.model.layers:
+        layer.mlp.experts = experts
+    trace, _ = record(qwen, tokens)
+    with torch.no_grad(), record_routing(qwen) as recording:
+        qwen(tokens)
+        experts(torch.zeros(36, 32), torch.arange(2).repeat(36, 1), torch.ones(36, 2))
+    assert recording.trace(tokens) == trace
+
+
+def test_gradients_by_functions_are_recorded(qwen, tokens):
+    trace, _ = record(qwen, tokens)
+    weights = dict(qwen.named_parameters())
+    with record_routing(qwen) as recording:
+        torch.func.grad(lambda w: torch.func.functional_call(qwen, w, tokens).logits.logsumexp(-1).sum())(weights)
+    assert recording.trace(tokens) == trace
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("steer", [steer_hook, steer_in_place, steer_experts, steer_wrapper])
+def test_ids_that_are_changed_on_their_way_to_the_experts_are_refused(qwen, tokens, steer, inside):
+    trace, _ = record(qwen, tokens)
+    with pytest.raises(RoutingError, match="layers.1.mlp.gate chose other ids"), ExitStack() as scope:
+        if not inside:
+            steer(qwen.model.layers[1].mlp)
+        scope.enter_context(torch.no_grad())
+        scope.enter_context(replay_routing(qwen, trace))
+        if inside:
+            steer(qwen.model.layers[1].mlp)
+        qwen(tokens)
+
+
+def test_a_hook_that_changes_weights_and_the_order_of_slots_is_none_of_our_business(qwen, tokens):
+    trace, logits = record(qwen, tokens)
+    for layer in qwen.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, args, out: (out[0], 1 * out[1].flip(-1), out[2].flip(-1)))
+    again, turned = record(qwen, tokens)
+    assert again == trace
+    torch.testing.assert_close(turned, logits)
+
+
+def test_a_compiled_router_is_recorded_and_refused_for_replay(qwen, tokens):
+    trace, _ = record(qwen, tokens)
+    gate = qwen.model.layers[1].mlp.gate
+    gate.forward = torch.compile(gate.forward, backend="eager")
+    assert record(qwen, tokens)[0] == trace
+    with pytest.raises(RoutingError, match="layers.1.mlp.gate is compiled"), replay_routing(qwen, trace):
+        pass
+
+
+def test_a_compiled_block_prefers_its_own_choice(moved, tokens):
+    model, trace, _ = moved
+    with torch.no_grad(), replay_routing(model, trace) as replay:
+        model(tokens)
+    model.model.layers[1].mlp.compile(backend="eager")
+    with torch.no_grad(), replay_routing(model, trace) as compiled:
+        model(tokens)
+    assert compiled.preferred == replay.preferred != trace

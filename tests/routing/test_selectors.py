@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import record_routing, replay_routing
-from moe_rl.routing.hooks import read_logits, read_scores
 from moe_rl.routing.intercept import in_order
 from moe_rl.routing.sites import find_sites, router_matrices, router_parameters
 
@@ -112,7 +111,7 @@ def test_a_selector_without_a_router_is_refused():
     model = Model(Selector)
     for layer in model.layers:
         layer.shared, layer.gate, layer.classifier = nn.Identity(), None, layer.gate
-    with pytest.raises(RoutingError, match="no router named gate or router"):
+    with pytest.raises(RoutingError, match="gate or router"):
         find_sites(model)
 
 
@@ -125,17 +124,3 @@ def test_what_a_router_hands_out_is_put_in_order_and_back():
         assert all(ordered[i] is x for i, x in zip(order, given, strict=True))
     for given in (logits, (weights, ids), (logits, weights, ids, logits), (ids, ids, weights, [3], logits)):
         assert in_order(given) == (given, None)
-
-
-def test_a_refusal_names_the_release_that_ends_it():
-    class LongcatFlashTopkRouter(nn.Linear):
-        top_k = 2
-
-    model = Model(Selector)
-    router = LongcatFlashTopkRouter(4, 10)
-    site = replace(find_sites(model)[0], module=router)
-    used = torch.zeros(5, 2, dtype=torch.long)
-    with pytest.raises(RoutingError, match="Record without scores, or use transformers >= 5.19"):
-        read_scores(site, used, torch.randn(5, 10), (torch.rand(5, 2), used))
-    with pytest.raises(RoutingError, match="a loss cannot use them. Leave the term out, or use transformers >= 5.19"):
-        read_logits(site, (torch.rand(5, 2), used))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_rl.errors import RoutingError, raise_os_errors
+from moe_rl.errors import RoutingError
 from moe_rl.routing import Layout, RoutingTrace, Site
 
 
@@ -98,9 +96,15 @@ def damaged(path: Path, how: str) -> Path:
 
 @pytest.mark.parametrize(
     "how, says",
-    [("missing", "no trace file"), ("cut", "not a readable"), ("text", "not a readable"), ("newer", "format 9"),
-     ("foreign", "not a routing trace"), ("ids", "has another checksum")],
-)  # fmt: skip
+    [
+        ("missing", "no trace file"),
+        ("cut", "not a readable"),
+        ("text", "not a readable"),
+        ("newer", "format 9"),
+        ("foreign", "format None"),
+        ("ids", "has another checksum"),
+    ],
+)
 def test_a_damaged_file_is_refused_with_its_reason(tmp_path, how, says):
     with pytest.raises(RoutingError, match=says):
         RoutingTrace.load(damaged(tmp_path / "t.safetensors", how))
@@ -108,9 +112,13 @@ def test_a_damaged_file_is_refused_with_its_reason(tmp_path, how, says):
 
 @pytest.mark.parametrize(
     "ids, says",
-    [([8, 0], r"ids run from 0 to 7"), ([-1, 0], "ids run from 0 to 7"), ([3, 3], "contain an expert twice"),
-     ([0, 0], "some engines write zeros")],
-)  # fmt: skip
+    [
+        ([8, 0], r"ids run from 0 to 7"),
+        ([-1, 0], "ids run from 0 to 7"),
+        ([3, 3], "contain an expert twice"),
+        ([0, 0], "some engines write zeros"),
+    ],
+)
 def test_impossible_ids_are_refused(ids, says):
     rows = random_trace().ids()
     rows[1, 2, 0] = torch.tensor(ids)
@@ -147,12 +155,6 @@ def test_align_round_trips_between_left_and_right_padding():
     assert torch.equal(left.align(right.attention_mask).tokens, right.tokens)
 
 
-def test_align_refuses_another_number_of_tokens():
-    trace = random_trace(lengths=[5, 3, 2])
-    with pytest.raises(RoutingError, match="cannot align"):
-        trace.align(torch.ones(3, 5, dtype=torch.bool))
-
-
 def test_stacked_rows_are_unknown_past_their_end_and_checked_against_the_tokens():
     rows = random_trace(lengths=[5, 3, 4])
     pieces = [rows.rows(slice(b, b + 1), n - 1) for b, n in enumerate([5, 3, 4])]
@@ -160,7 +162,7 @@ def test_stacked_rows_are_unknown_past_their_end_and_checked_against_the_tokens(
     for b, n in enumerate([5, 3, 4]):
         assert torch.equal(whole.experts[b, : n - 1], rows.experts[b, : n - 1])
         assert not whole.known[b, n - 1 :].any()
-    with pytest.raises(RoutingError, match="other tokens than row 0"):
+    with pytest.raises(RoutingError, match="row 0"):
         RoutingTrace.cat(pieces, rows.tokens + 1, rows.attention_mask)
 
 
@@ -180,26 +182,30 @@ def test_micro_batches_join_into_the_whole():
     assert ones == rows and ones.attention_mask.dtype == torch.bool, "a mask of 0 and 1, as tokenizers give it"
     without = replace(rows, experts=rows.experts.clamp(min=0), attention_mask=torch.ones_like(rows.attention_mask))
     assert RoutingTrace.cat([without], rows.tokens, rows.attention_mask) == rows, "recorded without a mask"
-    with pytest.raises((RoutingError, TypeError), match="mask"):  # the check of types, in tests alone, is first
-        RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask[:1])
-    with pytest.raises(RoutingError, match=r"shape \(2, 5, .*, the other \(4, 5, .*trace.rows\(rows\)"):
+    with pytest.raises(RoutingError, match=r"\(2, 5, 3, 2\) and \(4, 5, 3, 2\)"):
         pieces[0].agreement(rows)
 
 
 def test_micro_batches_in_another_order_are_refused():
     rows = random_trace(batch=4, lengths=[5, 3, 2, 5])
     pieces = [rows.rows(slice(2, 4)), rows.rows(slice(0, 2))]
-    with pytest.raises(RoutingError, match="trace 0 is of other tokens than row 0 of the batch"):
+    with pytest.raises(RoutingError, match="trace 0 is of other tokens: row 0"):
         RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask)
-    with pytest.raises(RoutingError, match="trace 1 is of other tokens than row 3 of the batch"):
-        RoutingTrace.cat([pieces[1], pieces[0].rows(slice(None, None))], rows.tokens[[0, 1, 2, 2]],
-                         rows.attention_mask[[0, 1, 2, 2]])  # fmt: skip
+    with pytest.raises(RoutingError, match="trace 1 is of other tokens: row 3"):
+        RoutingTrace.cat(
+            [pieces[1], pieces[0].rows(slice(None, None))], rows.tokens[[0, 1, 2, 2]], rows.attention_mask[[0, 1, 2, 2]]
+        )
 
 
 def test_padding_of_a_micro_batch_may_hold_other_tokens():
     rows = random_trace(batch=2, lengths=[5, 3])
-    other = RoutingTrace.from_ids(rows.ids(), rows.layout, tokens=rows.tokens.masked_fill(~rows.attention_mask, 7),
-                                  attention_mask=rows.attention_mask, weight_version="step 3")  # fmt: skip
+    other = RoutingTrace.from_ids(
+        rows.ids(),
+        rows.layout,
+        tokens=rows.tokens.masked_fill(~rows.attention_mask, 7),
+        attention_mask=rows.attention_mask,
+        weight_version="step 3",
+    )
     assert RoutingTrace.cat([other], rows.tokens, rows.attention_mask) == rows
 
 
@@ -216,18 +222,13 @@ def test_rows_too_long_or_too_many_are_refused():
 def test_micro_batches_of_two_weight_versions_or_layouts_are_refused():
     rows = random_trace(batch=2)
     other = replace(rows.rows(slice(1, 2)), weight_version="step 4")
-    with pytest.raises(RoutingError, match="different weight versions"):
+    with pytest.raises(RoutingError, match="'step 3' and 'step 4'"):
         RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask)
+    mixed = RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask, mixed=True)
+    assert mixed == rows and mixed.weight_version is None
     other = random_trace(batch=1, sites=2)
     with pytest.raises(RoutingError, match="another model"):
         RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask)
-
-
-def test_a_trace_is_one_line():
-    shown = repr(random_trace())
-    assert "\n" not in shown and shown.startswith("RoutingTrace(") and len(shown) < 160
-    batch, time, sites, k = random_trace().shape
-    assert f"{batch} × {time} tokens, {sites} sites, top {k} of" in shown and "% known" in shown
 
 
 # ---------------------------------------------------------------------- agreement
@@ -246,19 +247,27 @@ def test_agreement_counts_pairs_whose_route_both_know():
         here.agreement(random_trace())
 
 
-def test_what_a_disk_does_not_take_is_an_error_of_files_with_the_name_of_one(tmp_path):
-    def save_other(file):
-        with raise_os_errors(file):
-            torch.save(torch.ones(999), file)
+def test_a_trace_keeps_nothing_that_its_maker_fills_again():
+    trace = random_trace(batch=2, time=4)
+    given = trace.experts.clone(), torch.ones(2, 4, dtype=torch.bool), torch.arange(8, dtype=torch.int32).view(2, 4)
+    ids, mask, tokens = given
+    made = RoutingTrace.from_ids(ids, trace.layout, tokens=tokens, attention_mask=mask)
+    joined, moved = RoutingTrace.cat([made], tokens, mask), made.align(mask)
+    spliced = RoutingTrace.splice([made], tokens, mask)
+    for x in given:
+        x.zero_()
+    for one in (made, joined, moved, spliced):
+        assert torch.equal(one.experts, trace.experts) and one.attention_mask.all()
+        assert one.tokens.flatten().tolist() == list(range(8))
 
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
-    try:
-        found = []
-        for file, save in ((tmp_path / "trace", random_trace().save), (tmp_path / "other", save_other)):
-            with pytest.raises(OSError) as error:
-                save(file)
-            found.append((error.value.errno, error.value.filename))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-    assert found == [(errno.EFBIG, str(tmp_path / "trace")), (errno.EIO, str(tmp_path / "other"))]
+
+def test_traces_of_other_tokens_are_not_compared():
+    trace = random_trace(batch=2, time=4)
+    one = replace(trace, tokens=torch.arange(8, dtype=torch.int32).view(2, 4))
+    other = one.rows(torch.tensor([1, 0]))
+    for compare in (one.agreement, one.same_sets):
+        with pytest.raises(RoutingError, match="row 0, position 0 is token 4 here, and 0 there"):
+            compare(other)
+    padded = replace(other, attention_mask=torch.zeros(2, 4, dtype=torch.bool))
+    assert one.same_sets(padded).shape == (2, 4, trace.shape[2]), "padding is no token"
+    assert one.agreement(replace(other, tokens=None)) == trace.agreement(replace(other, tokens=None))

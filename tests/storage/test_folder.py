@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 
-from moe_rl import cli
 from moe_rl.config import RunConfig
 from moe_rl.errors import RunError
-from moe_rl.storage import columns
 from moe_rl.storage import folder as runs
-from moe_rl.storage.commits import latest_commit, read_rows
+from moe_rl.storage.commits import read_rows
 from moe_rl.storage.folder import RunFolder
-from moe_rl.storage.frames import diff, load_study, read_table, settings_that_differ
-from moe_rl.study.collect import collect
-from moe_rl.study.declaration import write_declaration
-from moe_rl.study.rerun import verdict
+from moe_rl.storage.frames import diff, load_study, read_table
 from tests import fake_study
 
 CONFIG = fake_study.study.base
@@ -50,8 +40,11 @@ def train(root: Path, config: RunConfig = CONFIG) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
-            if p.is_file() and p.name not in (runs.LOCK, "lock.holder")}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and p.name not in (runs.LOCK, "lock.holder")
+    }
 
 
 def nothing(_: Path) -> None:
@@ -65,7 +58,7 @@ def commit(folder: RunFolder, step: int, rows: list[dict], save: Callable[[Path]
 
 def rows_of(folder: RunFolder, table: str) -> list[dict]:
     """What is committed, without the columns that a row has no value in."""
-    rows = read_rows(folder.path, table, folder.manifest.get("finished")).to_pylist()
+    rows = read_rows(folder.path, table).to_pylist()
     return [{k: v for k, v in row.items() if v is not None} for row in rows]
 
 
@@ -85,11 +78,6 @@ def test_a_commit_gives_back_exactly_its_rows_and_checkpoint(tmp_path):
     assert math.isnan(again[1]["reward"]), "a measured NaN is not a missing value"
 
 
-def test_before_the_first_commit_there_is_nothing(tmp_path):
-    with open_run(tmp_path) as folder:
-        assert folder.latest() == (0, None) and rows_of(folder, "steps") == []
-
-
 def test_only_the_last_commit_is_kept(tmp_path):
     with open_run(tmp_path) as folder:
         for step in (3, 12, 100):
@@ -103,7 +91,7 @@ def test_a_column_without_an_entry_is_refused_and_nothing_is_committed(tmp_path)
         commit(folder, 1, [{"step": 1}])
         with pytest.raises(RunError, match="no_such_column"):
             commit(folder, 2, [{"step": 1, "no_such_column": 1.0}])
-        with pytest.raises(RunError, match="no table 'losses', only steps, "):
+        with pytest.raises(RunError, match="losses"):
             folder.add("losses", [{"step": 1}])
         assert folder.latest()[0] == 1 and rows_of(folder, "steps") == [{"step": 1}]
 
@@ -133,12 +121,62 @@ def test_another_configuration_is_refused_with_its_keys_and_nothing_is_touched(t
     assert files(path) == before
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"save_every": 5, "eval_every": 4, "measure.detail_every": 1, "measure.rollouts": 0},
+        {"micro_batch": 2, "micro_batch_tokens": 99, "activation_checkpointing": True, "hf_checkpoints": (8, 12)},
+    ],
+)
+def test_a_run_goes_on_with_other_settings_that_change_no_number_and_says_so(tmp_path, changes):
+    with open_run(tmp_path) as folder:
+        commit(folder, 6, [{"step": 6}])
+    with open_run(tmp_path, CONFIG.replace(**changes)) as folder:
+        assert folder.latest()[0] == 6
+        went_on, config = folder.manifest["went_on"], folder.manifest["config"]
+    assert went_on.keys() == changes.keys()
+    assert went_on.get("micro_batch", [64, 2]) == [64, 2] and config["save_every"] == changes.get("save_every", 3)
+    load_study(tmp_path, unfinished=True, mix_code=True)  # its hash is that of its settings
+    with pytest.raises(RunError, match="optimizer.lr: 0.0002 there, 1.0 now"):
+        open_run(tmp_path, CONFIG.replace(**changes, **{"optimizer.lr": 1.0}))
+
+
+def test_an_export_at_a_step_that_has_passed_is_refused(tmp_path):
+    with open_run(tmp_path) as folder:
+        commit(folder, 6, [{"step": 6}])
+    with pytest.raises(RunError, match=r"hf_checkpoints: \[\] there, \[6, 12\] now"):
+        open_run(tmp_path, CONFIG.replace(hf_checkpoints=(6, 12)))
+
+
+@pytest.mark.parametrize("link", ["commit", "tables/steps", "commit/step=000006", "lock", ""])
+def test_nothing_of_a_run_is_written_or_removed_through_a_link_out_of_its_study(tmp_path, link):
+    target = "dangling" if link == "lock" else "elsewhere"
+    (tmp_path / "elsewhere/step=000001").mkdir(parents=True)
+    before, path = sorted((tmp_path / "elsewhere").rglob("*")), path_of(tmp_path, CONFIG)
+    (path / link).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "hop").symlink_to(tmp_path / target)
+    (path / link).symlink_to(tmp_path / "hop")
+    with pytest.raises(RunError, match=f"{tmp_path / target}"):
+        open_run(tmp_path)
+    assert sorted((tmp_path / "elsewhere").rglob("*")) == before and not (tmp_path / "dangling").exists()
+
+
+def test_a_study_may_be_a_link_and_links_inside_it_are_followed(tmp_path):
+    (tmp_path / "disk/big").mkdir(parents=True)
+    path = path_of(tmp_path, CONFIG)
+    path.parents[2].symlink_to(tmp_path / "disk")
+    open_run(tmp_path).__exit__()
+    (path / "commit").symlink_to(tmp_path / "disk/big")
+    train(tmp_path)
+    assert list((tmp_path / "disk/big").glob("step=*/checkpoint"))
+
+
 @pytest.mark.parametrize("name, content", [("notes.txt", "mine"), ("manifest.json", "{"), ("manifest.json", "[1]")])
 def test_a_foreign_folder_is_refused_and_not_touched(tmp_path, name, content):
     path = path_of(tmp_path, CONFIG)
     path.mkdir(parents=True)
     (path / name).write_text(content)
-    with pytest.raises(RunError, match="Nothing was changed"):
+    with pytest.raises(RunError, match=name):
         open_run(tmp_path)
     assert files(path) == {name: content.encode()} and not (path / runs.LOCK).exists()
 
@@ -156,11 +194,6 @@ def test_more_steps_extend_a_finished_run_to_the_same_end(tmp_path):
     assert diff(long, short) is None
     a, b = (runs.read_manifest(p) for p in (long, short))
     assert a["checkpoint"] == b["checkpoint"] and b["config"]["steps"] == b["finished"] == 17
-
-
-def test_fewer_steps_leave_a_finished_run_finished(tmp_path):
-    path = train(tmp_path)
-    assert runs.state(path, 5)["state"] == "finished" and runs.state(path, 13)["state"] == "interrupted"
 
 
 def test_the_manifest_says_with_what_the_run_was_made(tmp_path):
@@ -257,7 +290,7 @@ def test_runs_of_different_code_are_never_pooled_silently(tmp_path, monkeypatch)
     train(tmp_path)
     monkeypatch.setattr(runs, "code_version", lambda: "0.0.1+other")
     train(tmp_path, CONFIG.replace(seed=1))
-    with pytest.raises(RunError, match=r"different versions .*0\.0\.1\+other"):
+    with pytest.raises(RunError, match=r"0\.0\.1\+other"):
         load_study(tmp_path)
     assert load_study(tmp_path, mix_code=True).runs["code"].nunique() == 2
 
@@ -307,72 +340,13 @@ def test_diff_ignores_time_and_memory_and_sees_missing_values_and_rows(tmp_path)
     assert (diff(a, value).row, diff(a, value).b) == ({"step": 1}, 0.0)
     assert (diff(a, short).row, diff(a, short).column, diff(a, short).a) == ({"step": 2}, None, True)
     assert (diff(a, column).row, diff(a, column).column) == ({"step": 2}, "exact")
-    both = run("f", [{"step": 1, "reward": math.nan, "exact": 0.0}, {"step": 2, "reward": 5.0, "exact": 0.0}])
-    assert (diff(a, both).row, diff(a, both).column) == ({"step": 2}, "reward"), "before a column that a lacks"
-
-
-def test_settings_that_differ_are_named_with_both_values(tmp_path):
-    a, b = train(tmp_path), train(tmp_path, CONFIG.replace(seed=4, **{"optimizer.lr": 0.5}))
-    found = settings_that_differ(a, b)
-    assert found["config.optimizer.lr"] == (2e-4, 0.5) and found["config.seed"] == (0, 4)
-    assert set(found) == {"config.optimizer.lr", "config.seed", "checkpoint"}
-
-
-def test_published_tables_are_plain_parquet_that_anyone_can_read(tmp_path):
-    path = train(tmp_path)
-    frame = pd.read_parquet(path / "updates.parquet", partitioning=None)
-    assert frame["update"].tolist() == [1, 2, 3, 4] * 12 and json.loads((path / "manifest.json").read_text())
-
-
-@pytest.mark.parametrize("stray", [".DS_Store", "step=abc", "step=000007.txt"])
-def test_a_stray_file_among_the_commits_is_left_alone(tmp_path, stray):
-    with open_run(tmp_path, CONFIG.replace(steps=6)) as folder:
-        (folder.path / "commit").mkdir()
-        (folder.path / "commit" / stray).write_text("mine")
-        fake_study.train(CONFIG.replace(steps=6), folder, cache=tmp_path)
-        assert folder.latest()[0] == 6
-    path = train(tmp_path)
-    assert (path / "commit" / stray).read_text() == "mine" and runs.state(path)["state"] == "finished"
-    assert len(read_table(path, "steps")) == 12
-
-
-@pytest.mark.parametrize("content", ["", '{"step": 4, "ste', "[1]"])
-def test_a_damaged_progress_file_is_as_none(tmp_path, content):
-    with open_run(tmp_path) as folder:
-        folder.progress(4)
-    (folder.path / "progress.json").write_text(content)
-    assert (runs.state(folder.path)["state"], runs.state(folder.path)["step"]) == ("interrupted", 0)
-    train(tmp_path)
-    (folder.path / "progress.json").write_text(content)
-    assert runs.state(folder.path) == {"state": "finished", "step": 12, "steps": 12, "seconds_left": 0.0}
 
 
 def test_a_truncated_table_is_named_with_what_to_do(tmp_path):
-    file = train(tmp_path) / "updates.parquet"
+    file = train(tmp_path) / "tables" / "updates" / "step=000012.parquet"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(RunError, match=r"updates\.parquet cannot be read .*run it again"):
+    with pytest.raises(RunError, match="updates/step=000012.parquet"):
         load_study(tmp_path / "fake")
-
-
-def test_a_renamed_run_is_named_with_what_to_do(tmp_path):
-    path = train(tmp_path)
-    for name in ("old", "seed=0-old"):
-        path = path.rename(path.with_name(name))
-        with pytest.raises(RunError, match=rf"{name} .*seed=<n>"):
-            load_study(path)
-
-
-def test_a_commit_writes_its_own_rows_and_leaves_the_earlier_ones_as_they_are(tmp_path):
-    with open_run(tmp_path) as folder:
-        for step in range(1, 6):
-            commit(folder, step, [{"step": step, "reward": float(step)}])
-            parts = sorted((folder.path / "tables" / "steps").iterdir())
-            assert [p.name for p in parts] == [f"step={n:06d}.parquet" for n in range(1, step + 1)]
-            assert len(pd.read_parquet(parts[-1], partitioning=None)) == 1
-            stamps = {p: p.stat().st_mtime_ns for p in parts[:-1]} | (stamps if step > 1 else {})
-        assert stamps == {p: p.stat().st_mtime_ns for p in parts[:-1]}
-        folder.finish()
-        assert not (folder.path / "tables").exists() and len(read_table(folder.path, "steps")) == 5
 
 
 def test_columns_and_types_may_differ_between_commits(tmp_path):
@@ -406,135 +380,29 @@ def test_rows_that_a_killed_commit_left_count_for_nothing(tmp_path, monkeypatch)
     assert diff(whole, train(tmp_path / "cut")) is None and len(read_table(path, "layers")) == 12 * fake_study.SITES
 
 
-def to_earlier_format(path: Path) -> None:
-    """Whole tables in the commit, and no parts, as earlier versions kept them."""
-    last = latest_commit(path)
-    for name in columns.TABLES:
-        table = read_rows(path, name, runs.read_manifest(path).get("finished"))
-        pq.write_table(table, last / f"{name}.parquet")
-    shutil.rmtree(path / "tables", ignore_errors=True)
+def test_an_interrupted_extension_shows_what_had_finished_and_ends_as_a_run_of_that_length(tmp_path, monkeypatch):
+    real, longer = RunFolder.commit, CONFIG.replace(steps=17)
 
-
-@pytest.mark.parametrize("finished", [0, 6], ids=["interrupted", "extended"])
-def test_a_run_of_an_earlier_format_goes_on_to_the_same_end(tmp_path, finished):
-    whole, path = train(tmp_path / "whole"), path_of(tmp_path / "cut", CONFIG)
-    if finished:
-        train(tmp_path / "cut", CONFIG.replace(steps=finished))
-        to_earlier_format(path)
-    with monkeypatched(interrupt_after(9)), pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "cut")
-    to_earlier_format(path)
-    assert read_table(path, "steps")["step"].tolist() == list(range(1, 10))
-    with monkeypatched(interrupt_after(12)), pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "cut")
-    assert read_table(path, "updates")["step"].tolist() == [s for s in range(1, 13) for _ in range(4)]
-    assert diff(whole, train(tmp_path / "cut")) is None
-    assert runs.read_manifest(path)["checkpoint"] == runs.read_manifest(whole)["checkpoint"]
-
-
-def interrupt_after(step: int) -> Callable:
-    """A commit that is followed by Ctrl-C at a step."""
-    real = RunFolder.commit
-
-    def commit(self: RunFolder, at: int, save: Callable[[Path], None]) -> None:
+    def interrupted(self: RunFolder, at: int, save: Callable[[Path], None]) -> None:
         real(self, at, save)
-        if at == step:
+        if at == 15:
             raise KeyboardInterrupt
 
-    return commit
-
-
-@contextlib.contextmanager
-def monkeypatched(commit: Callable) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "commit", commit)
-        yield
-
-
-def test_an_interrupted_extension_leaves_what_was_finished_readable(tmp_path, capsys):
-    for seed in (0, 1):
-        path = train(tmp_path, CONFIG.replace(seed=seed))
-    before, frame = load_study(path), read_table(path, "updates")
-    with monkeypatched(interrupt_after(15)), pytest.raises(KeyboardInterrupt):
-        train(tmp_path, CONFIG.replace(seed=1, steps=17))
-    assert runs.state(path)["state"] == "interrupted", "it is to go on when the study is run again"
-    after = load_study(path)
-    pd.testing.assert_frame_equal(after["updates"], before["updates"])
-    pd.testing.assert_frame_equal(after.runs, before.runs)
-    assert "step 15 of 17; the 12 steps that it finished earlier are shown" in after.left_out[0]
-    assert set(load_study(tmp_path / "fake")["steps"]["seed"]) == {0, 1}
-    more = load_study(path, unfinished=True)
-    assert more["steps"]["step"].max() == 15 and more.runs["state"].item() == "interrupted"
-    assert cli.main(["runs", "list", str(path)]) == 0
-    assert "interrupted, finished to 12  15/17" in capsys.readouterr().out
-    write_declaration(fake_study.study, tmp_path)
-    collect(tmp_path / "fake", tmp_path / "results")
-    assert load_study(tmp_path / "results")["updates"].query("seed == 1").shape[0] == len(frame)
-    assert diff(train(tmp_path, CONFIG.replace(seed=1, steps=17)), train(tmp_path / "b", CONFIG.replace(
-        seed=1, steps=17))) is None
-
-
-@pytest.mark.parametrize("published", range(3))
-def test_a_kill_while_a_longer_run_is_published_doubles_and_loses_no_row(tmp_path, monkeypatch, published):
-    path, real, done = train(tmp_path, CONFIG.replace(steps=6)), Path.rename, []
-
-    def killed(self: Path, target: Path) -> Path:
-        if self.suffix == ".parquet" or self.name == ".tmp-manifest.json":
-            done.append(self)
-        if len(done) > published + 1:  # the first was the manifest that asks for more
-            raise KeyboardInterrupt
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path)
-    monkeypatch.undo()
-    for name, per_step in (("steps", 1), ("updates", 4), ("layers", fake_study.SITES)):
-        assert read_table(path, name)["step"].tolist() == [s for s in range(1, 13) for _ in range(per_step)]
-        assert len(load_study(path)[name]) == 6 * per_step
-    train(tmp_path)
-    assert [len(load_study(path)[name]) for name in ("steps", "updates", "layers")] == [12, 48, 12 * fake_study.SITES]
-
-
-@pytest.fixture
-def scores(monkeypatch):
-    """One more table: its entry in TABLES, and in the dictionary its columns."""
-    monkeypatch.setitem(columns.TABLES, "scores", ("step", "benchmark"))
-    for name in ("step", "benchmark", "exact"):
-        entry = columns.Column(name, f"{columns.COLUMNS[name].tables} scores", "1", "…")
-        monkeypatch.setitem(columns.COLUMNS, name, entry)
-
-
-def test_one_more_table_costs_one_entry(tmp_path, scores, capsys):
-    def run(name: str, exact: float) -> Path:
-        for steps in (1, 2):  # interrupted and extended
-            with open_run(tmp_path / name, CONFIG.replace(steps=steps)) as folder:
-                folder.add("scores", [{"step": steps, "benchmark": b, "exact": exact} for b in ("amc", "math")])
-                commit(folder, steps, [{"step": steps, "reward": 0.5}])
-                folder.finish()
-        return folder.path
-
-    a, b = run("a", 0.5), run("b", 0.25)
-    found = diff(a, b)
-    assert (found.table, found.row, found.a) == ("scores", {"step": 1, "benchmark": "amc"}, 0.5)
-    frames = load_study(a)
-    assert frames["scores"][["step", "benchmark"]].to_numpy().tolist() == [
-        [1, "amc"], [1, "math"], [2, "amc"], [2, "math"]]
-    assert len(frames.cell("base")["scores"]) == 4 and len(frames.select([a])["scores"]) == 4
-    assert cli.main(["runs", "show", str(a)]) == 0 and "scores: 4 rows" in capsys.readouterr().out
-    assert cli.main(["runs", "export", str(a), "--to", str(tmp_path / "csv")]) == 0
-    assert len(pd.read_csv(tmp_path / "csv" / "scores.csv")) == 4
-    write_declaration(fake_study.study, tmp_path / "a")
-    collect(tmp_path / "a" / "fake", tmp_path / "results")
-    assert load_study(tmp_path / "results")["scores"]["exact"].tolist() == [0.5] * 4
-    assert "scores.exact" in verdict(dataclasses.replace(load_study(tmp_path / "results"), runs=frames.runs.assign(
-        checkpoint="0")), b)
-
-
-def test_tables_without_rows_and_folders_from_before_a_table_can_be_read(tmp_path):
     path = train(tmp_path)
-    (path / "evaluations.parquet").unlink()
-    assert load_study(path)["evaluations"].empty
-    write_declaration(fake_study.study, tmp_path)
-    collect(tmp_path / "fake", tmp_path / "results")
-    assert load_study(tmp_path / "results")["evaluations"].empty
+    monkeypatch.setattr(RunFolder, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, longer)
+    monkeypatch.undo()
+    frames = load_study(path)
+    assert frames["steps"]["step"].max() == frames.runs["step"].item() == 12 and "15 of 17" in frames.left_out[0]
+    assert load_study(path, unfinished=True)["steps"]["step"].max() == 15
+    assert diff(train(tmp_path, longer), train(tmp_path / "b", longer)) is None
+
+
+@pytest.mark.parametrize("folder", [".", "commit/step=000006"])
+def test_a_run_whose_tables_are_one_file_each_is_refused_with_the_version_that_reads_it(tmp_path, folder):
+    path = train(tmp_path, CONFIG.replace(steps=6))
+    pd.DataFrame({"step": [1]}).to_parquet(path / folder / "steps.parquet")
+    for use in (load_study, lambda path: read_table(path, "steps"), lambda path: train(tmp_path)):
+        with pytest.raises(RunError, match="moe_rl 0.1.0"):
+            use(path)

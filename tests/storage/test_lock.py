@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import random
@@ -62,15 +61,6 @@ def test_a_killed_holder_is_followed_at_once(tmp_path):
         assert time.monotonic() - start < 1 < lock.NOTICE
 
 
-def test_a_stopped_holder_keeps_it(tmp_path, quick):
-    process = holding(tmp_path / "lock")
-    os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(Held, match=f"process {process.pid}"):
-        Lock(tmp_path / "lock")
-    process.kill()
-    process.join()
-
-
 def test_whoever_waits_gets_it_next(tmp_path):
     process, asked = holding(tmp_path / "lock"), []
 
@@ -122,16 +112,5 @@ def test_a_file_system_without_locks_is_refused_with_what_to_do(tmp_path, monkey
         raise NotImplementedError("flock")
 
     monkeypatch.setattr(lock.FileLock, "acquire", no_locks)
-    with pytest.raises(RunError, match="cannot be locked, .*--out on a file system with locks"):
+    with pytest.raises(RunError, match="cannot be locked"):
         Lock(tmp_path / "run/lock")
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_where_a_file_system_has_no_locks_nobody_holds_one(tmp_path, monkeypatch, number):
-    """As on the read-only mount of somebody else's runs."""
-    def no_locks(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    (tmp_path / "lock").touch()
-    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
-    assert not is_held(tmp_path / "lock")

@@ -1,74 +1,84 @@
-"""What the pages of the studies say is what their tables say."""
+"""Every number in the tables of the studies' pages is what the committed tables give."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 from functools import cache
 
-import overview
-import pages
+import make
+import pandas as pd
 import pytest
-from rule import outcomes
+from contrasts import values_of
 
-NUMBER = r"[-−]?(?:\d+\.\d+|\.\d+|\d+)(?:e[-−]?\d+)?"
-TRIPLE = re.compile(rf"({NUMBER})\s+(?:%\s+)?\[({NUMBER}),\s+({NUMBER})\]")
-ROUNDED = re.compile(r"(?<![\w.,/§×])([-−]?\d*\.\d+)(?![\w.]*[\d/])(?!e[-−])")
-"""Numbers with a decimal point, the only ones that are looked for alone: shares, or percent."""
+BY_HAND = re.compile(r"^\|.*\[[-−]?[\d.]+, [-−]?[\d.]+\].*\|$", re.MULTILINE)
+"""A row of a table with an interval."""
+POWER = re.compile(r"^\| (\w+) \| (\S+) − ([^ ,|]+)(?:, (\S+))? \| (\d+) \| (\S+) \| \S+ \| \S+ \|$", re.MULTILINE)
+"""A row of the archive: study, a − b, condition, seeds, standard deviation of the differences."""
 
 
-def says(value: str, percent: bool, exact: list[float]) -> bool:
-    """Whether a number of the words is one of those printed, rounded as the words do."""
-    value = value.replace("−", "-")
-    digits = len(value.partition(".")[2]) + 2 * percent
-    wanted = float(value) / (100 if percent else 1)
-    return any(abs(wanted - x) <= 0.51 * 10**-digits for x in exact)
+@pytest.mark.parametrize("page", make.pages(), ids=lambda page: page.relative_to(make.HERE).as_posix())
+def test_the_tables_of_a_page_are_made_from_the_committed_tables(page):
+    text = page.read_text()
+    assert make.refilled(text) == text, "run make results"
+    assert not BY_HAND.search(make.BLOCK.sub("", text)), "this table is not made"
+
+
+def test_every_study_with_tables_has_a_page_with_them_and_every_figure_is_shown():
+    studies = [file.parent for file in make.HERE.glob("*/study.json")]
+    assert len(studies) == 12 and {folder / "README.md" for folder in studies} <= {*make.pages()}
+    shown = {
+        (page.parent / link).resolve()
+        for page in [*make.HERE.rglob("*.md"), make.HERE.parent / "README.md", *make.HERE.parent.glob("docs/*.md")]
+        for link in re.findall(r"!\[[^]]*\]\(([^):]+)\)", page.read_text())
+    }
+    files = {*make.HERE.glob("*.png"), *make.HERE.glob("*/*.png")}
+    assert files == {file for file in shown if file.is_relative_to(make.HERE)}
+    assert {file for file, _ in make.every_figure()} <= shown
+
+
+@pytest.mark.parametrize("name", sorted(file.parent.name for file in make.HERE.glob("*/figure.py")))
+def test_a_figure_can_be_drawn_of_three_seeds(name):
+    frames = make.stored_with_others(name)._where(lambda rows: rows["seed"] < rows["seed"].min() + 3)
+    figure = importlib.import_module(f"{name}.figure").draw(frames)
+    assert all(ax.has_data() for ax in figure.axes)
+
+
+def test_the_indexes_name_every_study():
+    index, archive = ((make.HERE / name).read_text() for name in ("README.md", "archive/README.md"))
+    for page in [*make.HERE.glob("*/README.md"), *make.HERE.glob("archive/*.md")]:
+        assert (
+            page.parent.name == "archive"
+            and page.name == "README.md"
+            or any(
+                f"]({link})" in text
+                for text, link in (
+                    (index, page.relative_to(make.HERE).as_posix()),
+                    (archive, page.name if page.parent.name == "archive" else f"../{page.relative_to(make.HERE)}"),
+                )
+            )
+        ), page
 
 
 @cache
-def everything() -> str:
-    return "\n".join([overview.table(), *(file.read_text() for file in sorted(pages.PRINTED.iterdir()))])
+def archived() -> pd.DataFrame:
+    return pd.read_parquet(make.HERE / "archive" / "runs.parquet")
 
 
-@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: f"{page.parent.name}/{page.stem}")
-def test_every_interval_and_every_fraction_of_the_words_is_printed(page):
-    text = page.read_text()
-    assert pages.refilled(text) == text, "the page is not of today: make results"
-    words = pages.BLOCK.sub("", text)
-    own = pages.PRINTED / f"{page.stem}.txt"
-    block = own.read_text() if own.exists() else everything()
-    study = pages.HERE / f"{page.stem}.py"
-    printed = [tuple(float(x.replace("−", "-")) for x in t) for t in TRIPLE.findall(block)]
-    for found in TRIPLE.finditer(words):
-        one, percent = found.groups(), "%" in found[0]
-        sentence = re.split(r"\.\s", words[:found.start()])[-1]
-        if "lower" in sentence and sentence.split()[-1:] == ["by"]:  # "lower by 0.1 [0.0, 0.3]" is −0.1 [−0.3, −0.0]
-            one = [f"-{one[i]}".replace("--", "").replace("-−", "") for i in (0, 2, 1)]
-        assert any(all(says(v, percent, [x]) for v, x in zip(one, t, strict=True)) for t in printed), found[0]
-    numbers = [float(x.replace("−", "-")) for x in re.findall(NUMBER, block)]
-    declared = [float(x) for x in re.findall(r"\d*\.\d+|\d+", study.read_text())] if study.exists() else []
-    missing = [value for value in ROUNDED.findall(TRIPLE.sub("", words))
-               if not says(value, True, numbers) and not says(value, False, [*numbers, *declared])]
-    assert not missing, missing
-    of_a_study = page.parent == pages.HERE and study.exists()
-    assert not of_a_study or f"<!-- printed: {page.stem} -->" in text
-
-
-def test_the_indexes_name_every_page_and_study():
-    text = "".join((folder / "README.md").read_text() for folder in (pages.HERE, pages.ARCHIVE))
-    named = set(re.findall(r"\]\((?:archive/)?(\w+)\.(?:md|py)\)", text))
-    assert {page.stem for page in pages.pages()} - {"README"} <= named
-
-
-def test_outcomes_of_the_one_rule_are_rows_with_both_endpoints():
-    """0.05 and 0.03 on every of four seeds, p = 2 / 2⁴ in each; twice as large after Holm over two."""
-    first, second, none = ({seed: value for seed in range(4)} for value in (0.05, 0.03, 0.0))
-    found = outcomes({name: ((first, second), (none, none)) for name in ("a − b", "c − b")}, 0.02)
-    text = pages.decided([(one, one.said) for one in found], "Holm over the 2 comparisons")
-    assert "| a − b | 4 | 0.050 [0.050, 0.050] | [0.050, 0.050] | 0.25 | 0.030 [0.030, 0.030] | undecided |" in text
-    assert text.endswith("after Holm over the 2 comparisons.\n")
+@pytest.mark.parametrize("study, a, b, condition, n, sd", POWER.findall((make.HERE / "archive/README.md").read_text()))
+def test_the_scatter_of_differences_is_that_of_the_runs(study, a, b, condition, n, sd):
+    if (make.HERE / study).is_dir():
+        frames, declared = make.stored(study), json.loads((make.HERE / study / "study.json").read_text())
+        values = values_of(frames, condition or frames.cells[0], declared["endpoint"])
+    else:
+        rows = archived()[(archived()["study"] == study) & archived()["factors"].isin([condition or "base"])]
+        values = rows.pivot(index="seed", columns="arm", values="endpoint")
+    gaps = (values[a] - values[b]).dropna()
+    assert (str(len(gaps)), f"{gaps.std(ddof=1):.2g}") == (n, sd)
 
 
 def test_a_page_is_refilled_between_its_markers_alone(monkeypatch):
-    monkeypatch.setitem(pages.LISTS, "one", lambda: "1\n")
-    text = "a\n<!-- printed: one -->\nold\n<!-- end -->\nb <!-- printed: one -->\n<!-- end -->"
-    assert pages.refilled(text) == "a\n<!-- printed: one -->\n1\n<!-- end -->\nb <!-- printed: one -->\n1\n<!-- end -->"
+    monkeypatch.setitem(make.BLOCKS, "one", lambda: "1\n")
+    text = "a\n<!-- made: one -->\nold\n<!-- end -->\nb <!-- made: one -->\n<!-- end -->"
+    assert make.refilled(text) == "a\n<!-- made: one -->\n1\n<!-- end -->\nb <!-- made: one -->\n1\n<!-- end -->"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from moe_rl.config import Arm, ModelConfig
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.registry import Component
 from moe_rl.study import rehearsal
-from moe_rl.study.rehearsal import preview, previews, rehearse
+from moe_rl.study.declaration import Planned
+from moe_rl.study.rehearsal import on_this_machine, preview, rehearse
 from tests.test_trainer import TINY
 
-CODE = '''
+CODE = """
 import torch
 from moe_rl.types import Prompt
 
@@ -39,13 +40,36 @@ class Words:
     def prompts(self, count, seed):
         if self.fault == "prompts":
             raise KeyError("question")
+        if self.fault == "few" and count > 600:
+            raise ValueError("Sample larger than population")
         return [Prompt(f"word {i % 50}", answer="yes" * (1 + i % 3)) for i in range(count)]
     def reward(self, prompt, completion):
         right = completion == prompt.answer
         if self.fault == "reward":
-            return 1 / (not right) if right else 2.0
+            return 1 / (not right) if right else 2.0 * bool(completion)
         return 0.5 * right if self.fault == "low" else float(right)
-'''
+
+def narrow(batch, natural):
+    return natural.routes.rows(slice(0, 1))
+
+def number(x):
+    return 0.5
+
+def nowhere(x):
+    return x.values * float("nan")
+
+class Lazy(Words):
+    def prompts(self, count, seed):
+        yield from super().prompts(count, seed)
+
+class Nothing:
+    row = {}
+    def next(self, collector, step):
+        return None
+    def save(self, folder):
+        pass
+    load = save
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,10 +86,16 @@ def with_arm(**parts):
     return TINY.replace(task="running_sums", arm=Arm(name="mine", **parts))
 
 
-@pytest.mark.parametrize("parts, words", [
-    ({"terms": ("rehearsed:broken",)}, "arm 'mine' on a toy batch .*rehearsed.py, line 10, in broken: AttributeError"),
-    ({"routes": "rehearsed:wrong"}, "arm 'mine' on a toy batch .*rehearsed:wrong.*: AttributeError: 'int' object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parts, words",
+    [
+        (
+            {"terms": ("rehearsed:broken",)},
+            "arm 'mine' on a toy batch .*rehearsed.py, line 10, in broken: AttributeError",
+        ),
+        ({"routes": "rehearsed:wrong"}, "arm 'mine' on a toy batch .*rehearsed:wrong.*'int' object has no attribute"),
+    ],
+)
 def test_own_parts_that_break_are_named_with_their_line(parts, words):
     with pytest.raises(ConfigError, match=words) as error:
         rehearse(with_arm(**parts))
@@ -83,58 +113,71 @@ def test_own_parts_that_work_are_passed_and_those_of_the_package_not_even_tried(
 def test_a_task_that_breaks_or_rewards_too_much_is_refused():
     with pytest.raises(ConfigError, match="rehearsed.py, line 24, in prompts: KeyError: 'question'"):
         preview(TINY.replace(task=Component("rehearsed:Words", fault="prompts")))
-    with pytest.raises(ConfigError, match="rehearsed.py, line 29, in reward: ZeroDivisionError"):
+    with pytest.raises(ConfigError, match="rehearsed.py, line 31, in reward: ZeroDivisionError"):
         preview(TINY.replace(task=Component("rehearsed:Words", fault="reward")))
     with pytest.raises(ConfigError, match="arm 'grpo' on a toy batch: Words.reward returned 2.0"):
         rehearse(TINY.replace(task=Component("rehearsed:Words", fault="reward")))
 
 
-def test_a_preview_shows_prompt_answer_reward_and_what_fits():
-    shown = preview(TINY.replace(task="rehearsed:Words", max_new_tokens=6))
-    lines = dict(shown.lines)
-    assert list(lines) == ["task", "prompts", "prompt", "answer", "answers"]
-    assert lines["prompt"] == "'word 0', 6 tokens"
-    assert lines["answer"] == "'yes', 4 tokens with its end; its reward is 1"
-    assert lines["answers"] == (
-        "342 of 512 fit into max_new_tokens=6, the longest has 10 tokens with its end; 512 of 512 earn 1")
-    (caution,) = shown.cautions
-    assert "170 of 512 reference answers do not fit into max_new_tokens=6" in caution and "max_new_tokens=10" in caution
+def test_a_preview_shows_prompt_and_answer_and_what_does_not_fit():
+    """Answers have 4, 7 and 10 tokens with their end; a third of 512 is too long."""
+    lines, (caution,) = preview(TINY.replace(task="rehearsed:Words", max_new_tokens=6))
+    assert dict(lines)["prompt"] == "'word 0', 6 tokens" and dict(lines)["answer"] == "'yes'"
+    assert "170 of 512" in caution and "max_new_tokens=10" in caution
 
 
 def test_reference_answers_that_are_not_right_are_a_caution():
-    (caution,) = preview(TINY.replace(task=Component("rehearsed:Words", fault="low"), max_new_tokens=9)).cautions
-    assert "512 of 512 reference answers have a reward below 1" in caution and "'yes' to 'word 0' has 0.5" in caution
+    _, (caution,) = preview(TINY.replace(task=Component("rehearsed:Words", fault="low"), max_new_tokens=9))
+    assert "512 of 512" in caution and "'yes' to 'word 0' has 0.5" in caution
 
 
-def test_a_prompt_is_shown_in_its_chat_template_and_a_small_file_with_its_repeats(tmp_path):
+def test_a_prompt_is_shown_in_its_chat_template(tmp_path):
     loaded = load(TINY.model, 0)
     loaded.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} [/]{% endfor %}"
     save_checkpoint(loaded.model, loaded.tokenizer, tmp_path / "chatty")
-    file = tmp_path / "few.jsonl"
-    file.write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(8)))
-    run = TINY.replace(task=f"jsonl:{file}", prompts_per_step=7, eval_prompts=2,
-                       model=ModelConfig(name=str(tmp_path / "chatty")))
-    shown = preview(run)
-    assert dict(shown.lines)["prompt"].startswith("'[user] q") and "[/]'" in dict(shown.lines)["prompt"]
-    assert "a step samples 7 prompts, but only 6 different ones" in shown.cautions[0]
+    lines, _ = preview(TINY.replace(task="rehearsed:Words", model=ModelConfig(name=str(tmp_path / "chatty"))))
+    assert dict(lines)["prompt"].startswith("'[user] word 0")
 
 
-def test_data_that_a_warm_up_may_memorise_are_a_caution(tmp_path):
-    """10 questions are held out, 64 say when the warm-up ends, and the others are left."""
-    def cautions(lines, **changes):
-        file = tmp_path / f"{lines}.jsonl"
-        file.write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(lines)))
-        run = TINY.replace(task=f"jsonl:{file}", eval_prompts=10, **{"cold_start.target": 0.3} | changes)
-        return [text for text in preview(run).cautions if "memorise" in text]
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"loss": "rehearsed:number"},
+            "the loss number returned a value of type float. Return moe_rl.objectives.LossOutput",
+        ),
+        ({"terms": ("rehearsed:number",)}, "the term number returned a value of type float"),
+        ({"corrections": ("rehearsed:number",)}, "the correction number returned factors of type float"),
+        ({"aggregate": "rehearsed:number"}, "the aggregation number returned weights of type float"),
+        ({"advantage": "rehearsed:number"}, "the advantage rehearsed:number has type float"),
+        ({"advantage": "rehearsed:nowhere"}, "the advantage rehearsed:nowhere is not finite in row 0 of 2"),
+        ({"routes": "rehearsed:narrow"}, r"routes of shape \(1, .* for tokens of shape \(8, "),
+    ],
+)
+def test_what_a_component_of_ones_own_must_return_is_said_with_its_name(changes, words):
+    with pytest.raises(MoeRlError, match=words):
+        rehearse(with_arm(**changes))
 
-    assert cautions(1074) == [] and cautions(40, **{"cold_start.target": 0.0}) == []
-    (caution,) = cautions(1073)
-    assert "the supervised warm-up trains on 999 different prompts." in caution
-    assert "Use more data" in caution and "cold_start.target=0" in caution
+
+def test_an_own_batch_source_is_tried_too():
+    with pytest.raises(ConfigError, match="rehearsed:Nothing.*None"):
+        rehearse(TINY.replace(task="running_sums", batches="rehearsed:Nothing"))
 
 
-def test_runs_that_differ_in_a_seed_alone_are_previewed_once():
+@pytest.mark.parametrize("name", ["Words", "Lazy"])
+def test_a_task_with_few_prompts_fails_before_it_runs(name):
+    """512 are enough to be shown, and 600 of them for a step; the warm-up draws 8 batches of 128."""
+    run = TINY.replace(task=Component(f"rehearsed:{name}", fault="few"), max_new_tokens=10)
+    assert preview(run.replace(**{"cold_start.target": 0.0}))
+    with pytest.raises(ConfigError, match=rf"{name}.prompts\(1024, .*Sample larger.*repeat some"):
+        preview(run.replace(**{"cold_start.target": 0.3, "cold_start.batch_size": 128}))
+
+
+def test_runs_for_another_machine_are_tried_on_this_processor_and_the_device_is_named():
     run = TINY.replace(task="running_sums")
-    seeds = [run.replace(seed=seed, **{"cold_start.seed": seed}) for seed in range(3)]
-    assert len(previews(seeds)) == 1
-    assert len(previews([*seeds, run.replace(task=Component("running_sums", digits=3))])) == 2
+    here, cautions = on_this_machine(
+        [Planned(Path("x"), run.replace(**{"model.device": device})) for device in ("cpu", "cuda:99")]
+    )
+    assert [p.config for p in here] == [run, run] and len(cautions) == 1 and "'cuda:99'" in cautions[0]
+    with pytest.raises(ConfigError, match="'cudda' is unknown"):
+        on_this_machine([Planned(Path("x"), run.replace(**{"model.device": "cudda"}))])

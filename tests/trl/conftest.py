@@ -41,11 +41,23 @@ def make(trainer_class, folder, model=None, peft_config=None, eval_dataset=None,
 
     model, tokenizer = tiny() if model is None else model
     config = {
-        "output_dir": str(folder), "max_steps": 8, "per_device_train_batch_size": 4, "num_generations": 4,
-        "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2, "learning_rate": 3e-3,
-        "max_completion_length": 9, "bf16": False, "use_cpu": True, "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "seed": 3,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_iterations": 2,
+        "learning_rate": 3e-3,
+        "max_completion_length": 9,
+        "bf16": False,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 3,
+    }
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     return trainer_class(
         model,

@@ -7,14 +7,37 @@ import os
 
 import pytest
 
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0",
-                  VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="tests.verl.cpu_platform", RAY_DEDUP_LOGS="0",
-                  RAY_prestart_worker_first_driver="0", HYDRA_FULL_ERROR="1", RAY_worker_niceness="0")
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    RAY_USAGE_STATS_ENABLED="0",
+    VERL_PLATFORM="cpu",
+    VERL_USE_EXTERNAL_MODULES="tests.verl.cpu_platform",
+    RAY_DEDUP_LOGS="0",
+    RAY_prestart_worker_first_driver="0",
+    HYDRA_FULL_ERROR="1",
+    RAY_worker_niceness="0",
+)
 
 HAVE_VERL = importlib.util.find_spec("verl") is not None
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=3,
-             num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
-             max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=None,
+)
 
 
 class Absent(pytest.Module):
@@ -61,9 +84,17 @@ def assets(tmp_path_factory):
     fast.save_pretrained(folder / "model")
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | {"vocab_size": len(fast)})).save_pretrained(folder / "model")
-    rows = [{"data_source": "sums", "prompt": [{"role": "user", "content": f"{a}+{b}="}], "ability": "math",
-             "reward_model": {"style": "rule", "ground_truth": str(a + b)}, "extra_info": {"index": 8 * a + b}}
-            for a in range(4) for b in range(4)]
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": 8 * a + b},
+        }
+        for a in range(4)
+        for b in range(4)
+    ]
     pd.DataFrame(rows).to_parquet(folder / "sums.parquet")
     return folder
 

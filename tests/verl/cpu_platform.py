@@ -11,6 +11,7 @@ import os
 import torch
 import torch.distributed as dist
 import verl.utils.distributed as verl_distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -82,9 +83,21 @@ class CPUPlatform(PlatformBase):
 def on_gloo(timeout_second=None, backend=None):
     """verl asks for "cpu:gloo,cpu:gloo", which torch refuses."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=int(os.environ.get("RANK", 0)),
-                                world_size=int(os.environ.get("WORLD_SIZE", 1)),
-                                init_method=os.environ.get("DIST_INIT_METHOD"))
+        dist.init_process_group(
+            "gloo",
+            rank=int(os.environ.get("RANK", 0)),
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+            init_method=os.environ.get("DIST_INIT_METHOD"),
+        )
 
 
 verl_distributed.initialize_global_process_group_ray = on_gloo
+shard = FullyShardedDataParallel.__init__
+
+
+def shard_on_cpu(self, module, *args, **settings):
+    """FSDP1 sends weights to other ranks by devices alone. Here every rank has read them."""
+    shard(self, module, *args, **settings | {"sync_module_states": False, "device_id": torch.device("cpu")})
+
+
+FullyShardedDataParallel.__init__ = shard_on_cpu

@@ -49,13 +49,22 @@ class Server:
                 cache, read = out.past_key_values, len(tokens)
                 choice = out.logits[0, -1].log_softmax(-1)
                 greedy = sampling_params.get("temperature") == 0  # as verl evaluates
-                tokens.append(int(choice.argmax() if greedy else torch.multinomial(
-                    choice.exp(), 1, generator=self.generator)))
+                tokens.append(
+                    int(choice.argmax() if greedy else torch.multinomial(choice.exp(), 1, generator=self.generator))
+                )
                 logprobs.append(float(choice[tokens[-1]]))
-        routes = None if recording is None else np.asarray(
-            recording.trace(torch.tensor([tokens])).experts[0, :-1].to(torch.int16))  # the last was never an input
-        return TokenOutput(token_ids=tokens[len(prompt_ids) :], log_probs=logprobs, routed_experts=routes,
-                           stop_reason="completed", extra_fields={"global_steps": self.step})
+        routes = (
+            None
+            if recording is None
+            else np.asarray(recording.trace(torch.tensor([tokens])).experts[0, :-1].to(torch.int16))
+        )  # the last was never an input
+        return TokenOutput(
+            token_ids=tokens[len(prompt_ids) :],
+            log_probs=logprobs,
+            routed_experts=routes,
+            stop_reason="completed",
+            extra_fields={"global_steps": self.step},
+        )
 
     async def load_weights(self, state, step):
         missing, unexpected = self.model.load_state_dict(state, strict=False)
@@ -69,10 +78,17 @@ class Replica(RolloutReplica):
 
         model, config = omega_conf_to_dataclass(self.model_config), self.config
         self._server_address = f"{NAME}_{self.replica_rank}"
-        self._server_handle = ray.remote(num_cpus=0)(Server).options(
-            name=self._server_address, max_concurrency=100).remote(
-                model.local_path, model.tokenizer.eos_token_id, config.enable_rollout_routing_replay,
-                config.response_length, self.replica_rank)
+        self._server_handle = (
+            ray.remote(num_cpus=0)(Server)
+            .options(name=self._server_address, max_concurrency=100)
+            .remote(
+                model.local_path,
+                model.tokenizer.eos_token_id,
+                config.enable_rollout_routing_replay,
+                config.response_length,
+                self.replica_rank,
+            )
+        )
         self.servers = [self._server_handle]
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import math
 
 import pytest
 import torch
-from transformers import Qwen3MoeForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.routing import layout_of, record_routing
+from moe_rl.integrations.verl import measure
+from moe_rl.integrations.verl.mode import Mode
+from moe_rl.routing import record_routing
 from tests.routing import families
 from tests.verl.worker_inputs import actor_loss, batch, engine, score, update, with_old_policy
 
@@ -104,72 +105,27 @@ def test_r3_replays_the_rollout_s_routes_in_both_passes(checkpoint, settings):
     assert not torch.allclose(found["log_probs"].values(), free["log_probs"].values(), atol=1e-3)
 
 
-def test_log_probs_under_replay_are_those_of_the_plain_model(checkpoint):
-    from transformers import AutoModelForCausalLM
-
-    from moe_rl.routing import RoutingTrace, replay_routing
-
-    data = batch(64)
-    data["routed_experts"] = random_routes(data)
-    found = score(engine(checkpoint, {"mode": "R3"}), data)["log_probs"].unbind()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
-    for row, ids, logprobs in zip(data["input_ids"].unbind(), data["routed_experts"].unbind(), found, strict=True):
-        ids = ids.masked_fill((torch.arange(len(row)) == len(row) - 1)[:, None, None], -1)
-        trace = RoutingTrace.from_ids(ids[None], layout_of(model))
-        with torch.no_grad(), replay_routing(model, trace):
-            plain = model(input_ids=row[None]).logits[0].log_softmax(-1)
-        torch.testing.assert_close(logprobs[:-1], plain[:-1].gather(1, row[1:, None])[:, 0], atol=1e-5, rtol=0)
-
-
 def test_missing_and_foreign_routes_are_refused(checkpoint):
     made = engine(checkpoint, {"mode": "R2"})
-    data = batch(64)
-    found = score(made, data)
-    plain = with_old_policy(data, {"log_probs": found["log_probs"]})
+    found = score(made, batch(64))
     with pytest.raises(RoutingError, match="bypass_mode=False"):
-        update(made, plain)
-    with pytest.raises(RoutingError, match="enable_rollout_routing_replay"):
+        update(made, with_old_policy(batch(64), {"log_probs": found["log_probs"]}))
+    with pytest.raises(RoutingError, match="enable_rollout_routing_replay=True"):
         score(engine(checkpoint, {"mode": "R3"}), batch(64))
-    routes = found["routed_experts"]
-    for ids, message in ((routes.values()[:, :2], "expected one row per token"),
-                         (routes.values().clamp(max=0) + 8, "not of this engine"),
-                         (routes.values().where(routes.values() < 0, 8), "at most 8")):
+    routes = found["routed_experts"].values()
+    for ids, kind, value in (
+        (routes[:, :2], RoutingError, "shape"),
+        (routes.clamp(max=0) + 8, RoutingError, "of the rollout"),
+        (routes.roll(1, -1).abs() % 8, RoutingError, "of the rollout"),
+        (routes.where(routes < 0, 8), RoutingError, "id 8"),
+        (torch.zeros_like(routes), ConfigError, "no known routing"),
+    ):
         data = with_old_policy(batch(64), found)
-        data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids.contiguous(), routes.offsets())
-        with pytest.raises(RoutingError, match=message):
+        offsets = found["routed_experts"].offsets()
+        data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids.contiguous(), offsets)
+        with pytest.raises(kind, match=value):
             update(made, data)
-    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(torch.zeros_like(routes.values()), routes.offsets())
-    with pytest.raises(ConfigError, match="the mini-batch has no known routing"):
-        update(made, data)
-    reported = routes.values().roll(1, -1)
-    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(reported.abs() % 8, routes.offsets())
-    with pytest.raises(RoutingError, match="not of this engine"):
-        update(made, data)
     update(made, with_old_policy(batch(64), found))  # the scopes of the failures are gone
-
-
-def test_routes_in_the_batch_are_measured_with_every_engine(checkpoint):
-    """With an engine of verl; Megatron's and VeOmni's have the same `train_batch`, and say so where they replay."""
-    ours, theirs = engine(checkpoint, {"mode": "R2"}), engine(checkpoint, kind=FSDPEngineWithLMHead)
-    theirs.enable_routing_replay = True  # as verl's engines that replay have it
-    found = score(ours, batch(64))
-    data = with_old_policy(batch(64), found)
-    expected, metrics = update(ours, data), update(theirs, data)
-    assert metrics["routing/coverage"] == [1.0] and metrics["grad_norm"] > 0
-    loads = [name for name in expected if "/load_" in name]
-    assert len(loads) == 4 + 3 and [metrics[name] for name in loads] == [expected[name] for name in loads]
-    without, off = with_old_policy(batch(64), {"log_probs": found["log_probs"]}), engine(
-        checkpoint, kind=FSDPEngineWithLMHead)
-    for metrics in (update(theirs, without), update(off, data)):  # no routes; routes that nobody replays
-        assert not [name for name in metrics if name.startswith("routing/")]
-    dense = found["routed_experts"].values().clone()
-    dense[:, 1] = 0  # as a layer without experts has it
-    dense[:4] = 0  # and an engine that does not know the routes of the first tokens
-    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(dense, data["input_ids"].offsets())
-    metrics = update(theirs, data)
-    inputs = len(dense) - len(data)
-    assert metrics["routing/coverage"] == [pytest.approx((inputs - 4) / inputs)]
-    assert "routing/load_max_violation/layer_01" not in metrics and "routing/load_max_violation/layer_02" in metrics
 
 
 def test_sequences_that_only_fill_a_batch_up_are_not_counted(checkpoint):
@@ -211,11 +167,18 @@ def test_lora_replays(checkpoint):
     assert second["routing/coverage"] == [1.0] and second["routing/token_log_ratio_var"][0] > 0
 
 
-SOURCES = {"soft(ratio=0.5)": 1.0, "random_share(share=0.5)": 0.5, "by_layer(first=1)": 1 / 3,
-           "by_margin(below=inf)": 1.0,
-           "by_probability(below=2.0)": 1.0, "shuffled": 26 / 30, "random_sets": 1.0,
-           "false_flips(share=0.5)": 1.0,
-           "soft(ratio=0.5,base=rollout)": 1.0, "by_layer(last=1,base=rollout)": 1 / 3}
+SOURCES = {
+    "soft(ratio=0.5)": 1.0,
+    "random_share(share=0.5)": 0.5,
+    "by_layer(first=1)": 1 / 3,
+    "by_margin(below=inf)": 1.0,
+    "by_probability(below=2.0)": 1.0,
+    "shuffled": 26 / 30,
+    "random_sets": 1.0,
+    "false_flips(share=0.5)": 1.0,
+    "soft(ratio=0.5,base=rollout)": 1.0,
+    "by_layer(last=1,base=rollout)": 1 / 3,
+}
 
 
 @pytest.mark.parametrize("written, coverage", SOURCES.items())
@@ -230,40 +193,43 @@ def test_sources_by_name(checkpoint, written, coverage, settings):
     metrics = update(made, with_old_policy(data, found))
     assert metrics["routing/coverage"][0] == pytest.approx(coverage, abs=0.15 * written.startswith("random_share"))
     assert metrics["routing/token_log_ratio_var"] == [0.0], "both sides of the ratio use the same routes"
-    assert (metrics["routing/pull"][0] == 0) == (not written.startswith(("shuffled", "random_sets", "false")) and
-                                                 "rollout" not in written)
+    assert (metrics["routing/pull"][0] == 0) == (
+        not written.startswith(("shuffled", "random_sets", "false")) and "rollout" not in written
+    )
 
 
-def test_settings_that_cannot_be_are_refused(checkpoint):
-    for replay, message in (({"mode": "R4"}, "choose disabled, R2, R3 or moe_rl:"),
-                            ({"mode": "moe_rl:recal"}, "recall"),
-                            ({"mode": "moe_rl:recall"}, "combine weights"), ({"mode": "R2", "file": "x"}, "has file"),
-                            ({"mode": "moe_rl:under_noise(sigma=0.1)"}, "other routers"),
-                            ({"mode": "moe_rl:soft(ratio=0.5,base=rolout)"}, "base must be one of old_policy, rollout"),
-                            ({"mode": "moe_rl:soft(ratio=-1)"}, "a number of at least 0"),
-                            ({"mode": "moe_rl:soft"}, "ratio"), ({"measured_sequences": -1}, "measured_sequences=-1")):
-        with pytest.raises(ConfigError, match=message):
-            engine(checkpoint, replay)
+@pytest.mark.parametrize(
+    "replay, value",
+    [
+        ({"mode": "R4"}, "R4"),
+        ({"mode": "moe_rl:recal"}, "recal"),
+        ({"mode": "moe_rl:recall"}, "recall"),
+        ({"mode": "R2", "file": "x"}, "file"),
+        ({"mode": "moe_rl:under_noise(sigma=0.1)"}, "under_noise"),
+        ({"mode": "moe_rl:soft(ratio=0.5,base=rolout)"}, "rolout"),
+        ({"mode": "moe_rl:soft(ratio=-1)"}, "-1"),
+        ({"mode": "moe_rl:soft"}, "ratio"),
+        ({"measured_sequences": -1}, "measured_sequences=-1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(replay, value):
+    with pytest.raises(ConfigError, match=value):
+        Mode.of(replay)
 
 
-def test_a_dense_model_is_refused(tmp_path):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=8)
-    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(RoutingError, match="no MoE layer"):
-        engine(tmp_path, {"mode": "R2"})
-
-
-def test_sequences_cut_over_ranks_and_two_routers_in_a_layer_are_refused(checkpoint, tmp_path):
+def test_models_and_layouts_that_cannot_be_are_refused(checkpoint, tmp_path):
     made = engine(checkpoint)
     made.ulysses_sequence_parallel_size = 2  # as verl's own initialisation finds it on two ranks
-    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=2.*Set it to 1"):
+    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=2"):
         made.initialize()
-    families.build(next(one for one in families.FAMILIES if one.model_type == "jetmoe")).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="two routers.*room for one. Switch moe_rl off"):
-        engine(tmp_path, {"mode": "R2"})
+    families.build(next(one for one in families.FAMILIES if one.model_type == "jetmoe")).save_pretrained(tmp_path / "2")
+    with pytest.raises(ConfigError, match="two routers"):
+        engine(tmp_path / "2", {"mode": "R2"})
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, head_dim=8)
+    dense = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    Qwen3ForCausalLM(dense).save_pretrained(tmp_path / "dense")
+    with pytest.raises(RoutingError, match="no MoE layer"):
+        engine(tmp_path / "dense", {"mode": "R2"})
 
 
 def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
@@ -275,7 +241,8 @@ def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
     update(made, old)
     now = with_old_policy(data, score(made, data))["old_log_probs"]
     old["rollout_log_probs"] = torch.nested.nested_tensor_from_jagged(
-        old["old_log_probs"].values() - 0.1, old["old_log_probs"].offsets())
+        old["old_log_probs"].values() - 0.1, old["old_log_probs"].offsets()
+    )
     metrics = update(made, old)
     log_ratio = now.to_padded_tensor(0.0) - old["old_log_probs"].to_padded_tensor(0.0)
     mask = old["response_mask"].to_padded_tensor(0).bool()
@@ -286,6 +253,20 @@ def test_ratios_are_measured_as_our_trainer_measures_them(checkpoint):
     gap = engine_gap(torch.full_like(log_ratio, 0.1), mask)
     for name in ("engine_kl_k3", "engine_logprob_mean", "engine_beyond_2"):
         assert metrics[f"routing/{name}"][0] == pytest.approx(gap[name], abs=1e-6)
+
+
+def test_a_ratio_that_diverges_is_reported(checkpoint):
+    """By hand: of weights e^400, 1 and 1 only the first counts, so the ESS is a third of the tokens, and each of the
+    two sequences has its own. A log-ratio that is not a number leaves no number."""
+    layout, mask = engine(checkpoint)._moe_layout, torch.tensor([[True, True], [True, False]])
+    rows = zip(([400.0, 0.0], [0.0, math.nan]), mask, strict=True)
+    far = [measure.sum_ratios("ratio", torch.tensor([row]), part[None]) for row, part in rows]
+    undefined = measure.sum_ratios("ratio", torch.full((2, 2), math.nan), mask)
+    none = measure.sum_ratios("ratio", torch.zeros(2, 2), torch.zeros_like(mask))
+    row, nothing, unknown = (measure.row_of(sums.over_ranks(), layout) for sums in (far[0] + far[1], none, undefined))
+    assert row["routing/token_ess"] == pytest.approx(1 / 3) and row["routing/sequence_ess"] == pytest.approx(1 / 2)
+    assert row["routing/token_kl_k3"] == pytest.approx(math.exp(400) / 3)
+    assert row.keys() == unknown.keys() and math.isnan(unknown["routing/token_ess"]) and not nothing
 
 
 @pytest.mark.parametrize("settings", LAYOUTS[:2], ids=str)
@@ -300,19 +281,25 @@ def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoin
     old = with_old_policy(data, score(measured, data))
     for _ in range(2):
         before = score(twin, data)["routed_experts"].unbind()[:3]
-        began = time.perf_counter()
         metrics = update(measured, old)
-        assert 0 < metrics["routing/measure_seconds"][0] < time.perf_counter() - began
         reference = update(plain, old)
         assert metrics["grad_norm"] == reference["grad_norm"]
         twin.module.load_state_dict(plain.module.state_dict())
         after = score(twin, data)["routed_experts"].unbind()[:3]
         decides = fields.deciding_tokens(data).split(data["input_ids"].offsets().diff().tolist())[:3]
-        one, other, mask = (torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True)
-                            for rows in (before, after, decides))
+        one, other, mask = (
+            torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True) for rows in (before, after, decides)
+        )
         change = route_change(one, other, mask).row() | response_change(one, other, mask, 8).row()
-        for name in ("expert_change_rate", "any_change_rate", "any_layer_change", "jaccard_distance", "layers_changed",
-                     "response_set_change", "response_usage_change"):
+        for name in (
+            "expert_change_rate",
+            "any_change_rate",
+            "any_layer_change",
+            "jaccard_distance",
+            "layers_changed",
+            "response_set_change",
+            "response_usage_change",
+        ):
             assert metrics[f"routing/{name}"][0] == pytest.approx(change[name]), name
         assert change["expert_change_rate"] > 0 and int(mask.sum()) == sum(RESPONSES[:3])
 
@@ -363,3 +350,47 @@ def test_each_update_is_logged_and_what_a_step_changes_as_a_whole(checkpoint):
         assert sum(layers) / 3 == pytest.approx(second["routing/step_expert_change_rate"][0])
         assert second["routing/step_any_change_rate"][0] >= second["routing/any_change_rate"][0] / 2 > 0
         assert second["routing/step_expert_change_rate"] != second["routing/expert_change_rate"]
+
+
+@pytest.mark.parametrize("declared, made", [(3, 2), (2, 3)])
+def test_updates_are_counted_from_the_first_of_a_step(checkpoint, declared, made):
+    """A step begins with the scoring of its old policy, or after the update that verl calls the last of a step; with
+    `bypass_mode` nothing is scored."""
+    for bypass in (False, True):
+        trained = engine(checkpoint, {"measured_sequences": 1, "updates_per_step": declared}, learning_rate=3e-2)
+        data = with_old_policy(batch(64), score(trained, batch(64)))
+        for _ in range(2):
+            if not bypass:
+                score(trained, batch(64))
+            for number in range(1, made + 1):
+                tu.assign_non_tensor(data, update_lr_scheduler=number == made)
+                metrics = update(trained, data)
+                assert f"routing/update_{number:02d}/token_ess" in metrics
+                assert ("routing/step_expert_change_rate" in metrics) == (number == made)
+    if made < declared:
+        first = update(trained, with_old_policy(batch(64), score(trained, batch(64))))
+        assert "routing/update_01/token_ess" in first, "after a scoring, in a loop that is not verl's"
+
+
+def test_the_precision_of_natural_routes_is_that_of_the_update_or_an_error(checkpoint):
+    made = engine(checkpoint, {"measured_sequences": 1})
+    data = with_old_policy(batch(64), score(made, batch(64)))
+    del made._autocast_dtype
+    with pytest.raises(AttributeError, match="_autocast_dtype"):
+        update(made, data)
+
+
+def test_positions_of_images_are_read_as_verl_reads_them(checkpoint, monkeypatch):
+    """A jagged tensor [batch, 3, time] that was sent to a worker has its axis of time in the wrong place."""
+    made, data = engine(checkpoint, {"measured_sequences": 1}), batch(64)
+    data = with_old_policy(data, score(made, data))
+    places = torch.nested.as_nested_tensor(
+        [row.expand(3, -1).contiguous() for row in data["position_ids"].unbind()], layout=torch.jagged
+    )
+    data["position_ids"], axes = places, []
+    places._ragged_idx = 1
+    monkeypatch.setattr(
+        made, "_measured_update", lambda data, loss: axes.append(data["position_ids"]._ragged_idx) or {"metrics": {}}
+    )
+    update(made, data)
+    assert axes == [2]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 
 from moe_rl.config import Optimizer
-from moe_rl.errors import ConfigError
+from moe_rl.errors import RoutingError
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.methods import arm
 from moe_rl.policies.hf import HFPolicy
@@ -27,6 +27,7 @@ from moe_rl.routing import RoutingTrace, layout_of
 from moe_rl.routing.sources import SOURCES
 from moe_rl.types import Batch
 from tests.conftest import build
+from tests.routing import families
 from tests.verl.worker_inputs import actor_loss, batch, engine, score, update, with_old_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -74,20 +75,40 @@ def own_batch(data, layout):
     routes = None
     if "routed_experts" in data:
         sites = [site.decoder_layer for site in layout.sites]
-        ids = padded([rows[:, sites].index_fill(0, torch.tensor([len(rows) - 1]), -1)
-                      for rows in data["routed_experts"].unbind()], -1)
+        ids = padded(
+            [
+                rows[:, sites].index_fill(0, torch.tensor([len(rows) - 1]), -1)
+                for rows in data["routed_experts"].unbind()
+            ],
+            -1,
+        )
         routes = RoutingTrace.from_ids(ids, layout, attention_mask=mask)
     count = len(texts)
-    return Batch(padded(texts), mask, response, torch.arange(count), torch.zeros(mask.shape), torch.zeros(count),
-                 advantages, torch.ones(count, dtype=torch.bool), rollout_routes=routes)
+    return Batch(
+        tokens=padded(texts),
+        attention_mask=mask,
+        response_mask=response,
+        prompt_index=torch.arange(count),
+        rollout_logprobs=torch.zeros(mask.shape),
+        rewards=torch.zeros(count),
+        finished=torch.ones(count, dtype=torch.bool),
+        rollout_routes=routes,
+        old_logprobs=torch.zeros(mask.shape),
+        advantages=advantages,
+    )
 
 
 def watched(module, optimizer):
     """What an optimizer is handed, update by update: the gradients of all parameters, clipped."""
     seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append({
-        name: torch.zeros(p.shape) if p.grad is None else join_shards(p.grad).clone()
-        for name, p in module.named_parameters()}))
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(
+            {
+                name: torch.zeros(p.shape) if p.grad is None else join_shards(p.grad).clone()
+                for name, p in module.named_parameters()
+            }
+        )
+    )
     return seen
 
 
@@ -143,8 +164,12 @@ def test_log_probs_gradients_and_three_updates_are_those_of_our_policy(family, m
     data = batch(48, prompts=(4, 3, 4, 2) * 2, responses=(5, 9, 1, 6, 3, 4, 8, 2), packed=packed)
     if mode == "R3":
         data["routed_experts"] = reported_routes(data, layout_of(model), model.config.num_hidden_layers)
-    made = engine(folder, {"mode": mode}, attention=attention, optimizer=dict(
-        OPTIMIZER, clip_grad=CLIP, override_optimizer_config={"eps": EPS}))
+    made = engine(
+        folder,
+        {"mode": mode},
+        attention=attention,
+        optimizer=dict(OPTIMIZER, clip_grad=CLIP, override_optimizer_config={"eps": EPS}),
+    )
     recorded, *theirs = as_verl_trains(made, data)
     routes, *ours = as_we_train(model, data, source)
     _, *moved = as_we_train(near, data, source, routes)
@@ -159,13 +184,11 @@ def test_log_probs_gradients_and_three_updates_are_those_of_our_policy(family, m
             assert share <= bound, f"{what}, {name}: {share:.1e} of it apart, more than {bound:.1e}"
 
 
-def test_packed_sequences_that_read_one_another_are_refused(family):
-    """In transformers 5.9 gpt-oss does not pass position ids on to its masks."""
-    folder, attention = family
-    made = engine(folder, attention=attention)
-    score(made, batch(48, packed=False))
-    if attention == "sdpa":
-        score(made, batch(48))
-    else:
-        with pytest.raises(ConfigError, match=r"changes \d\d% of the routes of the next .*use_remove_padding=False"):
-            score(made, batch(48))
+@pytest.mark.parametrize("mixes", ["qwen3_next", "jamba", "minimax", "lfm2_moe", "gpt_oss", "glm_moe_dsa"])
+def test_packed_sequences_that_change_one_another_are_refused(mixes, tmp_path):
+    """Linear attention, convolutions, and in transformers 5.9 masks that are made without position ids."""
+    families.build(next(one for one in families.FAMILIES if one.model_type == mixes)).save_pretrained(tmp_path)
+    made = engine(tmp_path, {"mode": "R2"}, attention="eager" if mixes == "gpt_oss" else "sdpa")
+    score(made, batch(32, packed=False))
+    with pytest.raises(RoutingError, match="mixes sequences"):
+        score(made, batch(32))

@@ -38,11 +38,24 @@ def policy_loss(written):
 
 def train(assets, folder, *settings):
     """What verl's trainer logged, step by step, as numbers by name; its console has the same."""
-    variables = {"VERL_USE_EXTERNAL_MODULES": "tests.verl.rollout_server", "PYTHONPATH": str(ROOT),
-                 "VERL_FILE_LOGGER_PATH": str(folder / "log.jsonl")}
+    variables = {
+        "VERL_USE_EXTERNAL_MODULES": "tests.verl.rollout_server",
+        "PYTHONPATH": str(ROOT),
+        "VERL_FILE_LOGGER_PATH": str(folder / "log.jsonl"),
+    }
     data = [f"data.{kind}_files={assets / 'sums.parquet'}" for kind in ("train", "val")]
-    command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", *SETTINGS, *data,
-               f"actor_rollout_ref.model.path={assets / 'model'}", f"trainer.default_local_dir={folder}", *settings]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "verl.trainer.main_ppo",
+        *SETTINGS,
+        *data,
+        f"actor_rollout_ref.model.path={assets / 'model'}",
+        f"trainer.default_local_dir={folder}",
+        *settings,
+    ]
     run = subprocess.run(command, env=os.environ | variables, cwd=folder, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -64,8 +77,15 @@ def check_rollouts(steps):
 def test_r3_with_sapo_is_exact_on_policy(assets, tmp_path):
     """One update per step, so that every ratio is one: the pass for the old log-probs and the update replay the routes
     of the rollout. These are the trainer's own, but for ties that other shapes of a product round to another side."""
-    steps = train(assets, tmp_path, ACTIVE, f"{REPLAY}.mode=R3", f"{ROLLOUT}.enable_rollout_routing_replay=True",
-                  policy_loss("sapo(tau_neg=1.05)"), ON_POLICY)
+    steps = train(
+        assets,
+        tmp_path,
+        ACTIVE,
+        f"{REPLAY}.mode=R3",
+        f"{ROLLOUT}.enable_rollout_routing_replay=True",
+        policy_loss("sapo(tau_neg=1.05)"),
+        ON_POLICY,
+    )
     check_rollouts(steps)
     for step in steps:
         assert step["actor/routing/coverage"] == 1 and step["actor/routing/pull"] < 0.01

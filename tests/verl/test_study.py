@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[2]
 DECLARED = """
@@ -28,10 +29,37 @@ study = Study(
         measure=Measure(responses=4, rollouts=5), prompts_per_step=4, group_size=4, mini_batches=2, max_new_tokens=8,
         eval_prompts=8, eval_every=4, engine="tests.verl.rollout_server:hugging_face"))
 """
-MACHINE = ("ray_kwargs.ray_init.num_gpus=1", "ray_kwargs.ray_init.num_cpus=6", "reward.num_workers=1",
-           "ray_kwargs.ray_init.include_dashboard=false", "ray_kwargs.ray_init.object_store_memory=200000000",
-           "transfer_queue.backend.SimpleStorage.num_data_storage_units=1", "data.dataloader_num_workers=0",
-           "actor_rollout_ref.rollout.agent.num_workers=1")
+MACHINE = (
+    "+ray_kwargs.ray_init.num_gpus=1",
+    "ray_kwargs.ray_init.num_cpus=6",
+    "reward.num_workers=1",
+    "+ray_kwargs.ray_init.include_dashboard=false",
+    "+ray_kwargs.ray_init.object_store_memory=200000000",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "data.dataloader_num_workers=0",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+)
+
+
+def test_the_keys_that_a_study_decides_are_verl_s():
+    """But for those of its dataclasses alone. A word of the user's for a key that verl lacks is an error."""
+    from hydra import compose, initialize_config_module
+    from hydra.errors import ConfigCompositionException
+
+    from moe_rl.integrations.verl.settings import FIXED, SETTINGS
+
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    added = {f"{fsdp}.router_replay.{name}" for name in ("mode", "measured_sequences", "updates_per_step")}
+    added |= {f"{fsdp}.mixed_precision"}
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        tree = OmegaConf.to_container(compose("ppo_trainer", overrides=[]), resolve=False)
+        for key in {*FIXED, *(key for keys in SETTINGS.values() for key in keys)} - added:
+            below = tree
+            for part in key.split("."):
+                assert part in below, key
+                below = below[part]
+        with pytest.raises(ConfigCompositionException, match="trainer.nnode"):
+            compose("ppo_trainer", overrides=["trainer.nnode=2"])
 
 
 def kill_the_worker(process, log, step):
@@ -48,8 +76,11 @@ def test_a_study_is_run_by_verl_and_read_into_our_tables(assets, tmp_path):
 
     (tmp_path / "declared.py").write_text(DECLARED.format(model=str(assets / "model")))
     words = ["run", "declared.py", "--trainer", "verl", *(w for text in MACHINE for w in ("--set", f"verl.{text}"))]
-    call = {"args": [sys.executable, "-W", "ignore", "-m", "moe_rl", *words], "cwd": tmp_path,
-            "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    call = {
+        "args": [sys.executable, "-W", "ignore", "-m", "moe_rl", *words],
+        "cwd": tmp_path,
+        "env": os.environ | {"PYTHONPATH": str(ROOT)},
+    }
     folder = tmp_path / "runs" / "in_verl" / "replay" / "base" / "seed=0"
     with subprocess.Popen(**call, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         kill_the_worker(first, folder / "verl" / "log-000.jsonl", 2)
@@ -60,8 +91,9 @@ def test_a_study_is_run_by_verl_and_read_into_our_tables(assets, tmp_path):
     drawn = {file.stem for file in (tmp_path / "runs" / "in_verl" / "figures").iterdir()}
     assert drawn >= {"learning", "expert_change"}
 
-    before, after = ([json.loads(line) for line in (folder / "verl" / f"log-00{n}.jsonl").read_text().splitlines()]
-                     for n in (0, 1))
+    before, after = (
+        [json.loads(line) for line in (folder / "verl" / f"log-00{n}.jsonl").read_text().splitlines()] for n in (0, 1)
+    )
     assert [line["step"] for line in before] == [0, 1, 2], "the third step was not logged"
     assert [line["step"] for line in after if "actor/routing/coverage" in line["data"]] == [3, 4]
     for data in [line["data"] for line in [*before[1:], *after] if "actor/routing/coverage" in line["data"]]:

@@ -45,9 +45,9 @@ class Serving:
     """One engine and the policy whose weights it serves; the tests change the weights."""
 
     def __init__(self, folder, temperature=1.0, dtype="float32", model=RUN.model):
+        from moe_rl.integrations.shards import describe
         from moe_rl.integrations.vllm.engine import VLLMEngine
         from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, probe_prompts
-        from moe_rl.models.shards import describe
 
         self.loaded = load(model, 0)
         self.folder = folder
@@ -105,7 +105,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 ARGUMENTS = (
-    "--dtype float32 --max-model-len 256 --enforce-eager --enable-return-routed-experts --enable-scale-out "
+    "--dtype float32 --max-model-len 256 --enforce-eager --enable-return-routed-experts "
     "--no-enable-chunked-prefill "
     "--logprobs-mode processed_logprobs --worker-extension-cls moe_rl.integrations.vllm.engine.WorkerExtension"
 )
@@ -147,8 +147,11 @@ def starting(request, tmp_path_factory):
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, "--model", str(folder), *ARGUMENTS.split()],
-            stdout=out, stderr=out, env=environment, start_new_session=True,
-        )  # fmt: skip
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+        )
     server = Server(process, f"http://127.0.0.1:{port}", folder, log)
     yield server
     server.kill()

@@ -9,8 +9,6 @@ import zlib
 from collections import Counter
 from dataclasses import replace
 
-import pytest
-
 from moe_rl.build import build
 from moe_rl.config import Arm, Measure, Optimizer
 from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, parity, probe_prompts
@@ -32,11 +30,23 @@ PROMPTS = [Prompt("", tokens=tuple(40 + (i * 7 + k) % 80 for k in range(100 + 4 
 TURNS = Sampling(0.7, 60, SHORT["stop"])
 """An untrained model says one of the stop strings soon."""
 TRAINED = RUN.replace(
-    arm=Arm(name="token", loss=Component("gspo_token", clip_low=0.01, clip_high=0.013), advantage="by_turn",
-            routes="rollout"),
-    task="tests.talking_task:Talking", cold_start=RUN.cold_start.replace(target=0.0), optimizer=Optimizer(lr=1e-3),
-    steps=3, batches="lagged(lag=1)",
-    prompts_per_step=4, group_size=4, mini_batches=2, measure=Measure(responses=8, detail_every=3), **SHORT)
+    arm=Arm(
+        name="token",
+        loss=Component("gspo_token", clip_low=0.01, clip_high=0.013),
+        advantage="by_turn",
+        routes="rollout",
+    ),
+    task="tests.talking_task:Talking",
+    cold_start=RUN.cold_start.replace(target=0.0),
+    optimizer=Optimizer(lr=1e-3),
+    steps=3,
+    batches="lagged(lag=1)",
+    prompts_per_step=4,
+    group_size=4,
+    mini_batches=2,
+    measure=Measure(responses=8, detail_every=3),
+    **SHORT,
+)
 
 
 def reply(row: int, text: str) -> str | None:
@@ -61,8 +71,9 @@ def check_conversations(engine, score, asked, sampling=TURNS):
     found = parity(drawn, score)
     print(found, f"{sum(len(r.turns) for r in drawn)} turns")
     assert found.tokens > 300 and found.logprob_max < 1e-5 and found.any_change_rate == 0
-    again = engine.generate(PROMPTS[:3], 2, key=(4, 1, 2), sampling=sampling,
-                            reply=lambda row, text: reply(row + row // 2, text))  # fmt: skip
+    again = engine.generate(
+        PROMPTS[:3], 2, key=(4, 1, 2), sampling=sampling, reply=lambda row, text: reply(row + row // 2, text)
+    )
     assert [(r.tokens, r.turns) for r in again] == [(drawn[n].tokens, drawn[n].turns) for n in (0, 1, 3, 4, 6, 7)]
     return drawn
 
@@ -88,8 +99,9 @@ def test_every_turn_goes_on_from_the_ids_before_it(serving, monkeypatch):
 def test_a_response_goes_on_from_within_a_character(serving):
     """vLLM takes all of such a prompt for text that was drawn, where it would find stop strings."""
     cut = [replace(prompt, tokens=(*prompt.tokens, 0xE2, 0x82)) for prompt in PROMPTS]
-    free, stopped = (serving.at(0.7).engine.generate(cut, 2, key=(6,), sampling=how)
-                     for how in (replace(TURNS, stop=()), TURNS))
+    free, stopped = (
+        serving.at(0.7).engine.generate(cut, 2, key=(6,), sampling=how) for how in (replace(TURNS, stop=()), TURNS)
+    )
     assert any(r.finished for r in stopped) and parity(stopped, serving.score).logprob_max < 1e-5
     for whole, r in zip(free, stopped, strict=True):
         assert r.tokens == whole.tokens[: len(r.tokens)] and r.routes.coverage == 1
@@ -98,33 +110,32 @@ def test_a_response_goes_on_from_within_a_character(serving):
         assert not any(stop in r.text for stop in TURNS.stop)
 
 
-@pytest.mark.parametrize(("dialect", "stops"), [("vllm", 12), ("openai", 4)])  # the latter takes no more
-def test_a_server_is_asked_for_every_turn_with_the_ids_before_it(server, policy, dialect, stops, monkeypatch):
+def test_a_server_is_asked_for_every_turn_with_the_ids_before_it(server, policy, monkeypatch):
     """As it was started, without a push."""
-    receiver, asked = ServerEngine(server.address, server.folder, load(RUN.model, 0).tokenizer, dialect=dialect), []
+    receiver, asked = ServerEngine(server.address, server.folder, load(RUN.model, 0).tokenizer), []
     ask = receiver._ask
 
-    def noting(client, noise, prompt, *how):
-        asked.append(prompt.tokens)
-        return ask(client, noise, prompt, *how)
+    def noting(request, lost):
+        asked.append(request[1])
+        return ask(request, lost)
 
     monkeypatch.setattr(receiver, "_ask", noting)
     engine = CheckedEngine(receiver, policy.score, [], Tolerance.of("float32"), TURNS.temperature)
-    check_conversations(engine, policy.score, asked, replace(TURNS, stop=TURNS.stop[:stops]))
+    check_conversations(engine, policy.score, asked, replace(TURNS, stop=TURNS.stop[:4]))
 
 
-def check_lagged(receiver, folder):
+def check_lagged(receiver, folder, run=TRAINED):
     """Three steps of R3 with a lag of 1 on an engine's conversations: what was trained on was drawn by the weights it
     names, and what the environment said takes no part."""
-    parts = build(TRAINED, folder, folder)
+    parts = build(run, folder, folder)
     probes = probe_prompts(receiver.reader.tokenizer, receiver.reader.vocabulary)
-    engine = CheckedEngine(receiver, parts.policy.score, probes, Tolerance.of("float32"), TRAINED.temperature)
+    engine = CheckedEngine(receiver, parts.policy.score, probes, Tolerance.of("float32"), run.temperature)
     parts, before, moved = replace(parts, collector=replace(parts.collector, engine=engine)), [], []
     engine.load(parts.policy.weights())
-    recorder = Recorder(TRAINED, parts.policy)
+    recorder = Recorder(run, parts.policy)
     for step, version in ((1, 0), (2, 0), (3, 1)):
         before.append(HFPolicy(copy.deepcopy(parts.policy.model), TRAINED.optimizer))
-        rows = train_step(TRAINED, parts, step, recorder)
+        rows = train_step(run, parts, step, recorder)
         batch, (row,), updates = recorder.batch, rows["steps"], rows["updates"]
         own = batch.response_mask
         assert batch.turn.max() == 3 and (batch.sampled_at[own] == version).all()
@@ -132,12 +143,16 @@ def check_lagged(receiver, folder):
         then, now = before[version].score(batch), before[-1].score(batch)
         assert (then.logprobs - batch.rollout_logprobs)[own].abs().max() < 1e-5
         change = route_change(then.routes.ids(), batch.rollout_routes.ids(), batch.attention_mask)
-        assert change.any_change_rate.sum() == 0 < change.n.sum()
+        assert change["any_change_rate"].sum() == 0 < change["volatility_tokens"].sum()
         moved.append(bool((now.logprobs - batch.rollout_logprobs)[own].abs().max() > 1e-3))
         said = batch.attention_mask & ~own & (own.cumsum(1) > 0)
         assert said.sum() > 5
-        for name, value in (("log-prob", batch.rollout_logprobs), ("advantage", batch.advantages),
-                            ("log-ratio", recorder.log_ratio), ("clip", recorder.clipped_by)):  # fmt: skip
+        for name, value in (
+            ("log-prob", batch.rollout_logprobs),
+            ("advantage", batch.advantages),
+            ("log-ratio", recorder.log_ratio),
+            ("clip", recorder.clipped_by),
+        ):
             assert not value[said].any() and value.shape == said.shape, name
         assert row["first_update_log_ratio_max"] < 1e-5 and all(update["coverage"] == 1 for update in updates)
     assert moved == [False, True, True], "else old weights and new ones could not be told apart"

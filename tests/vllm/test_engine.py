@@ -100,28 +100,28 @@ def test_twenty_pushes_in_a_row_stay_at_parity_and_the_first_weights_come_back(s
 def test_a_push_that_corrupts_the_experts_is_a_hard_error(serving, monkeypatch):
     """vLLM's own reload, as it is: it says nothing."""
     monkeypatch.setattr(adapter, "repack_experts", lambda model: None)
-    with pytest.raises(RunError, match="has other weights than the policy"):
+    with pytest.raises(RunError, match=f"push {serving.vllm.pushes + 1} to vLLM"):
         serving.engine.load(serving.policy.weights())
     monkeypatch.undo()
     assert serving.engine.load(serving.policy.weights()) < 1e-5, "and the next push mends it"
 
 
 def test_a_push_that_never_reaches_the_model_is_a_hard_error(serving, monkeypatch):
+    taken = serving.vllm.pushes
     with monkeypatch.context() as patch:
-        patch.setattr(adapter, "push", lambda worker, weights: adapter.Receipt(serving.vllm.pushes, {}))
-        with pytest.raises(RunError, match="missed one"):
+        patch.setattr(adapter, "push", lambda worker, weights: taken)
+        with pytest.raises(RunError, match=f"taken over {taken} pushes"):
             serving.engine.load(serving.policy.weights())
     serving.vllm.pushes -= 1
 
     def counts_only(worker, weights):
         worker.moe_rl_pushes_taken += 1
-        shapes = {name: tuple(t.shape) for name, t in weights.items()}
-        return adapter.receipt(worker.model_runner.model.named_parameters(), shapes, worker.moe_rl_pushes_taken)
+        return worker.moe_rl_pushes_taken
 
-    perturb(serving.loaded.model, 0.001)
+    perturb(serving.loaded.model, 0.05)
     with monkeypatch.context() as patch:
         patch.setattr(adapter, "push", counts_only)
-        with pytest.raises(RunError, match="has other values of 'model.embed_tokens.weight'"):
+        with pytest.raises(RunError, match=f"push {taken + 1} to vLLM"):
             serving.engine.load(serving.policy.weights())
 
 
@@ -216,7 +216,7 @@ def test_before_the_first_push_nothing_is_sampled_and_too_cold_is_refused(servin
 
 
 def test_what_cannot_be_served_is_refused_beforehand(tmp_path):
-    with pytest.raises(ConfigError, match="head_dim=16.*model.overrides.head_dim=32"):
+    with pytest.raises(ConfigError, match="head_dim=32"):
         Serving(tmp_path, model=ModelConfig())
 
 

@@ -53,8 +53,9 @@ def installed(wheel: Path, root: Path) -> Path:
 
 def program(root: Path, *words: str, cwd: str = ".") -> subprocess.CompletedProcess:
     """Run a program of that environment in an empty folder."""
-    return subprocess.run([root / "env/bin" / words[0], *words[1:]], cwd=root / "empty" / cwd, env=ALONE,
-                          capture_output=True, text=True)
+    return subprocess.run(
+        [root / "env/bin" / words[0], *words[1:]], cwd=root / "empty" / cwd, env=ALONE, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +101,23 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
 def test_the_default_study_runs_by_its_name(command):
     assert "site-packages/moe_rl" in command("python", "-c", "import moe_rl.cli; print(moe_rl.cli.__file__)")
     planned = command("moe-rl", "run", "routing_replay", "--dry-run")
-    assert "runs/routing_replay/gspo/lag=2/seed=2  waiting 0/32" in planned
-    small = [word for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
-             for word in ("--set", setting)]
+    assert "runs/routing_replay/gspo_short/lag=2/seed=2  waiting 0/32" in planned
+    small = [
+        word
+        for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
+        for word in ("--set", setting)
+    ]
     ended = command("moe-rl", "run", "routing_replay", "--quick", *small)
     assert "sampled exact match," in ended and "second half" in ended
     version = '"0.1.0+'
-    assert version in command("moe-rl", "runs", "show", "runs/routing_replay-quick/gspo/lag=0/seed=0")
+    assert version in command("moe-rl", "runs", "show", "runs/routing_replay-quick/gspo_short/lag=0/seed=0")
     assert "report.html" in command("moe-rl", "report", "runs/routing_replay-quick")
 
 
 def test_a_new_study_passes_its_tests_and_plans(command):
     command("moe-rl", "new", "mine")
     assert "OK" in command("python", "-m", "unittest", cwd="mine")
-    assert "9 runs, 360 steps to go" in command("moe-rl", "run", "mine.py", "--dry-run", cwd="mine")
+    assert "12 runs, 480 steps to go" in command("moe-rl", "run", "mine.py", "--dry-run", cwd="mine")
 
 
 def test_a_trainer_of_someone_else_needs_the_small_install_alone(small):

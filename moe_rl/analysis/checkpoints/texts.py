@@ -1,11 +1,11 @@
-"""A JSONL file of texts → token ids with the response marked, streamed in batches of similar length."""
+"""A file of rollouts or texts → token ids with the response marked, streamed in batches of similar length."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_rl.errors import ConfigError
 from moe_rl.models.tokens import plain_tokens
-from moe_rl.tasks.json_lines import objects
+from moe_rl.tasks.rollout_lines import RolloutLine, read_rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,6 @@ WINDOW = 1024
 """Lines that are held at a time and ordered by length, so that little of a batch is padding."""
 SAID = ("content", "text", "reasoning_content", "reasoning", "thinking")
 """Where messages, and parts of them, have text."""
-FORMS = '{"prompt": …, "response": …}, {"messages": [{"role": …, "content": …}, …]} or {"text": …}'
 
 
 @dataclass(frozen=True)
@@ -65,21 +64,19 @@ class TextBatch:
 
 
 class Texts:
-    """The lines of a JSONL file: prompt and response, chat messages, or text.
+    """The lines of a file of rollouts (`tasks.rollout_lines`): token ids, prompt and response, chat messages, or text.
 
-    `prompt` (string) and `response` (or `completion`) are taken verbatim, with the special tokens that the tokenizer
-    puts in front. Messages — as `messages`, or as lists in `prompt` and `response` — go through the chat template; the
-    last one, the assistant's, is the response. Raises ConfigError, with the line, before anything is computed.
+    A prompt that is a string is taken verbatim, with the special tokens that the tokenizer puts in front; messages go
+    through the chat template. Raises ConfigError, with the line, before anything is computed.
     """
 
     def __init__(self, file: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, batch_tokens: int):
         self.file, self.tokenizer = Path(file).expanduser(), tokenizer
         self.max_tokens, self.batch_tokens = max_tokens, batch_tokens
-        if max_tokens < 2:
-            raise ConfigError(f"--max-tokens {max_tokens} must be at least 2")
-        if batch_tokens < 1:
-            raise ConfigError(f"--batch-tokens {batch_tokens} must be at least 1")
-        check_file(self.file)
+        if max_tokens < 2 or batch_tokens < 1:
+            raise ConfigError(f"--max-tokens {max_tokens} must be at least 2, --batch-tokens {batch_tokens} at least 1")
+        if not self.file.is_file():
+            raise ConfigError(f"--data {self.file}: there is no such file")
         self.lines = self.cut = self.lost = 0
         self.sizes: list[int] = []
         """Tokens of every batch. Encoding it all once also shows every bad line before a model is loaded."""
@@ -89,15 +86,14 @@ class Texts:
             self.lost += batch.lost
             self.sizes.append(int(batch.attention_mask.sum()))
         if self.lost == self.lines:
-            raise ConfigError(f"--data {self.file}: none of {self.lines} lines has a response left, because every "
-                              f"prompt fills --max-tokens {max_tokens}. Raise it.")
+            raise ConfigError(f"--data {self.file}: every prompt fills --max-tokens {max_tokens}. Raise it.")
 
     def batches(self) -> Iterator[TextBatch]:
         """The same batches every time: consecutive windows of lines, each ordered by length and cut at
         `batch_tokens` tokens, padding included."""
         window: list[Text] = []
-        for where, n, entry in objects(self.file):
-            window.append(self._encode(entry, n, where))
+        for where, n, line in read_rollouts(self.file):
+            window.append(self._encode(line, n, where))
             if len(window) == WINDOW:
                 yield from self._cut(window)
                 window = []
@@ -113,42 +109,51 @@ class Texts:
         if rows:
             yield _collate(rows)
 
-    def _encode(self, entry: Mapping[str, Any], n: int, where: str) -> Text:
-        prompt, response = _parts(entry, where)
-        if isinstance(prompt, list):
-            tokens, start = self._chat(prompt, response, where)
-        else:
-            assert isinstance(response, str), "_parts gives two strings or two lists"
-            head = plain_tokens(prompt, self.tokenizer) if prompt else []
-            body = (self.tokenizer.encode(response, add_special_tokens=False) if head else
-                    plain_tokens(response, self.tokenizer))
-            tokens, start = head + body, len(head)
+    def _encode(self, line: RolloutLine, n: int, where: str) -> Text:
+        tokens, start = encode_line(line, where, self.tokenizer)
+        if max(tokens, default=0) >= (size := len(self.tokenizer)):
+            raise ConfigError(f"{where}: token id {max(tokens)}, but the tokenizer has {size} tokens")
         start = max(start, 1)
-        if len(tokens) < 2 or start >= len(tokens):
-            raise ConfigError(f"{where}: the response has no token with another token before it ({len(tokens)} "
-                              "tokens). Remove the line.")
+        if start >= len(tokens):
+            raise ConfigError(f"{where}: no token of the response has another one before it. Remove the line.")
         return Text(n, tuple(tokens[: self.max_tokens]), start, len(tokens) > self.max_tokens)
 
-    def _chat(self, prompt: list[Any], response: Any, where: str) -> tuple[list[int], int]:
-        """The whole conversation, and how many of its tokens it shares with the prompt alone."""
-        if not self.tokenizer.chat_template:
-            raise ConfigError(f"{where} contains chat messages, but the tokenizer has no chat template. Write prompt "
-                              "and response as text.")
-        try:
-            tokens = self.tokenizer.apply_chat_template([*prompt, *response], tokenize=True, return_dict=False)
-            head = self.tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            whole: Any = self.tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
-        except Exception as error:  # templates are programs of their own, with errors of their own
-            raise ConfigError(f"{where}: the chat template does not accept these messages ({error})") from error
-        whole = "".join(whole.split())
-        if any("".join(text.split()) not in whole and "".join(json.dumps(text, ensure_ascii=False)[1:-1].split()) not in
-               whole for text in _said(response)):
-            raise ConfigError(f"{where}: the chat template leaves out a part of the response, such as its reasoning. "
-                              "Write prompt and response as text.")
-        shared = next((i for i, (a, b) in enumerate(zip(head, tokens, strict=False)) if a != b), len(head))
-        return list(tokens), shared
+
+def encode_line(line: RolloutLine, where: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[int], int]:
+    """The token ids of prompt and response, and how many are the prompt's. A prompt that is a string is taken verbatim,
+    with the special tokens that the tokenizer puts in front; messages go through the chat template."""
+    prompt, response = line.prompt, line.response
+    if line.tokens is not None and line.prompt_length is not None:
+        return line.tokens, line.prompt_length
+    if tokenizer is None:
+        raise ConfigError(f"{where}: text needs a tokenizer. Write token ids.")
+    if isinstance(prompt, list):
+        messages = response if isinstance(response, list) else [{"role": "assistant", "content": response}]
+        return _encode_chat(prompt, messages, where, tokenizer)
+    assert isinstance(response, str), "a line has two strings or two lists"
+    head = plain_tokens(prompt, tokenizer) if prompt else []
+    body = tokenizer.encode(response, add_special_tokens=False) if head else plain_tokens(response, tokenizer)
+    return head + body, len(head)
+
+
+def _encode_chat(
+    prompt: list[Any], response: list[Any], where: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], int]:
+    """The whole conversation, and how many of its tokens it shares with the prompt alone."""
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{where}: the tokenizer has no chat template. Write prompt and response as text.")
+    render: Any = partial(tokenizer.apply_chat_template, return_dict=False)
+    try:
+        tokens, text = (render([*prompt, *response], tokenize=ids) for ids in (True, False))
+        head = render(prompt, add_generation_prompt=True, tokenize=True)
+    except Exception as error:  # templates are programs of their own, with errors of their own
+        raise ConfigError(f"{where}: the chat template does not accept these messages ({error})") from error
+    text = "".join(text.split())
+    parts = (written for part in _said(response) for written in (part, json.dumps(part, ensure_ascii=False)[1:-1]))
+    if not all(any("".join(form.split()) in text for form in forms) for forms in zip(parts, parts, strict=True)):
+        raise ConfigError(f"{where}: the chat template leaves out a part of the response. Write it as text.")
+    shared = next((i for i, (a, b) in enumerate(zip(head, tokens, strict=False)) if a != b), len(head))
+    return list(tokens), shared
 
 
 def _said(response: list[Any]) -> Iterator[str]:
@@ -158,42 +163,6 @@ def _said(response: list[Any]) -> Iterator[str]:
             content = message.get("content")
             for part in (message, *(content if isinstance(content, list) else ())):
                 yield from (part[key] for key in SAID if isinstance(part, dict) and isinstance(part.get(key), str))
-
-
-def check_file(file: Path) -> str:
-    """A digest of the file. Raises ConfigError for the first line without text, or if there is none with."""
-    if not file.is_file():
-        what = "is a folder; give one JSONL file" if file.is_dir() else "there is no such file"
-        raise ConfigError(f"--data {file}: {what} (searched at {file.absolute()})")
-    count = 0
-    for count, (where, _, entry) in enumerate(objects(file), start=1):  # noqa: B007
-        _parts(entry, where)
-    if not count:
-        raise ConfigError(f"--data {file} is empty. Write one JSON object per line: {FORMS}.")
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
-
-
-def _parts(entry: Mapping[str, Any], where: str) -> tuple[str | list, str | list]:
-    """Prompt and response, both strings or both lists of messages; plain text has the prompt ''."""
-    prompt, response = entry.get("prompt"), entry.get("response", entry.get("completion"))
-    if isinstance(entry.get("messages"), list):
-        prompt, response = entry["messages"][:-1], entry["messages"][-1:]
-    elif prompt is None and response is None:
-        prompt, response = "", entry.get("text")
-    if isinstance(prompt, str) and isinstance(response, str) and response:
-        return prompt, response
-    if isinstance(prompt, list) and isinstance(response, str):
-        response = [{"role": "assistant", "content": response}]
-    if isinstance(prompt, list) and isinstance(response, list) and prompt and response:
-        last = response[-1]
-        if isinstance(last, dict) and last.get("role") == "assistant":
-            return prompt, response
-        raise ConfigError(f"{where}: the last message is not from the assistant, so there is no response. Remove the "
-                          "line.")
-    if response == "":
-        raise ConfigError(f"{where}: the response is empty. Remove the line.")
-    raise ConfigError(f"{where}: no text; the keys are {', '.join(map(repr, entry)) or 'none'}. Expected {FORMS}.")
 
 
 def _collate(rows: list[Text]) -> TextBatch:

@@ -1,6 +1,5 @@
-"""Where the gap is: by position in the response, by length, by weight version, after a cached prefix or a fresh one;
-and in the response whose log-probs are furthest apart, token by token, with a page of `moe-rl checkpoint view`.
-"""
+"""Where the gap is: by turn, position, expert, weight version and cached prefix; and the response whose log-probs are
+furthest apart, token by token."""
 
 from __future__ import annotations
 
@@ -13,11 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_rl.analysis.diagnose.forwards import STATED, Scorer, score
 from moe_rl.analysis.diagnose.responses import Response, count_turns, has_routes, select_ids
-from moe_rl.analysis.diagnose.scoring import STATED, Scorer, compute_distances, find_possible, score
 from moe_rl.analysis.response_page import write_response_page
 from moe_rl.errors import RoutingError
+from moe_rl.routing.sites import ROUTE
 from moe_rl.routing.trace import Layout, RoutingTrace
+from moe_rl.storage.links import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,88 +35,70 @@ class Location:
     """A part of the tokens, and the natural gap in it."""
 
     kind: str
-    """turn, expert, position, length, weight version, prefix; or layer, or sets of a layer."""
+    """turn, position, expert, weight version or prefix; or sets of a layer."""
     name: str
     value: float
-    """k3 per token, in nats; of a layer with its reported ids alone forced; of sets the share that the model would not
-    pick itself."""
-    tokens: int
+    """k3 per token, in nats; of sets the share that the model would not pick itself."""
+    tokens: int = 0
     """0 for layers."""
 
 
 def locate_gap(scorer: Scorer, versions_shown: int | None = MOST) -> Iterator[Location]:
     """The natural gap, taken apart; parts without tokens are left out, and further weight versions (None: none are)."""
-    kl, position = _gaps(scorer)
-    length = np.array([len(r.logprobs) for r in scorer.responses])[scorer.owner]
-    turn = np.concatenate([count_turns(r.logprobs) for r in scorer.responses])
+    kl, own, responses = scorer.base.kls, scorer.own, scorer.responses
+    position, turn = _position(scorer), np.concatenate([count_turns(r.logprobs) for r in responses])[own]
 
     def place(kind: str, name: str, where: NDArray) -> Iterator[Location]:
-        here = kl[where & scorer.own]
-        if len(here):
-            yield Location(kind, name, float(here.mean()), len(here))
+        if where.any():
+            yield Location(kind, name, float(kl[where].mean()), int(where.sum()))
 
     for number in range(1, int(turn.max()) + 1):
         yield from place("turn", str(number), turn == number)
-    yield from _locate_experts(scorer, kl)
-    for kind, values in (("position", position), ("length", length)):
-        for low, high in zip(EDGES, EDGES[1:], strict=False):
-            name = f"{low}" if high == low + 1 else f"{low}–{high - 1}"
-            yield from place(kind, name, (values >= low) & (values < high))
-    versions = [r.version for r in scorer.responses]
-    if len(set(versions)) > 1:
-        for version in list(dict.fromkeys(versions))[:versions_shown]:
-            yield from place("weight version", str(version), np.array([v == version for v in versions])[scorer.owner])
-    if any(r.cached is not None for r in scorer.responses):
-        cached = np.array([bool(r.cached) for r in scorer.responses])[scorer.owner]
+    for low, high in zip(EDGES, EDGES[1:], strict=False):
+        name = f"{low}" if high == low + 1 else f"{low}–{high - 1}"
+        yield from place("position", name, (position >= low) & (position < high))
+    rows = [ids[r.prompt - 1 :] for r, ids in zip(responses, scorer.natural.routes, strict=True)]
+    used = np.concatenate(rows)[own]
+    experts: list[Location] = []
+    for s, site in enumerate(scorer.layout.sites):
+        for expert in range(site.num_experts):
+            name = f"layer {site.decoder_layer}, expert {expert}"
+            experts += place("expert", name, (used[:, s] == expert).any(-1))
+    experts = [x for x in experts if x.tokens >= SEEN and x.value > LARGER * kl.mean()]
+    yield from sorted(experts, key=lambda x: -x.value)[: MOST // 2]
+    versions = np.array([str(r.version) for r in responses])[scorer.base.owner]
+    if len(names := list(dict.fromkeys(versions))) > 1:
+        for name in names[:versions_shown]:
+            yield from place("weight version", name, versions == name)
+    if any(r.cached is not None for r in responses):
+        cached = np.array([bool(r.cached) for r in responses])[scorer.base.owner]
         yield from place("prefix", "cached", cached)
         yield from place("prefix", "fresh", ~cached)
 
 
-def _locate_experts(scorer: Scorer, kl: NDArray) -> Iterator[Location]:
-    """The gap of the tokens that use an expert, by the model's own routing: the experts with the largest, if any has
-    one that is clearly larger than that of all tokens."""
-    rows = [ids[r.prompt - 1 :] for r, ids in zip(scorer.responses, scorer.natural.routes, strict=True)]
-    used, found, mean = np.concatenate(rows)[scorer.own], [], float(kl[scorer.own].mean())
-    for s, site in enumerate(scorer.layout.sites):
-        for expert in range(site.num_experts):
-            here = kl[scorer.own][(used[:, s] == expert).any(-1)]
-            if len(here) >= SEEN and here.mean() > LARGER * mean:
-                found.append(Location("expert", f"layer {site.decoder_layer}, expert {expert}", float(here.mean()),
-                                      len(here)))
-    yield from sorted(found, key=lambda x: -x.value)[: MOST // 2]
+def _position(scorer: Scorer) -> NDArray:
+    """Of each token in its response."""
+    return np.concatenate([np.arange(len(r.logprobs)) for r in scorer.responses])[scorer.own]
 
 
-def describe_largest(locations: Sequence[Location]) -> str:
-    """Where the gap is largest, in words."""
-    found = []
-    for kind in ("turn", "position", "expert", "layer", "sets"):
+def describe_gap(scorer: Scorer, noise: float, locations: Sequence[Location]) -> Iterator[str]:
+    """Where the gap begins, and where it is largest, in words."""
+    wrong = scorer.base.kls > noise
+    _, at = np.unique(scorer.base.owner[wrong], return_index=True)
+    if len(at):
+        first = _position(scorer)[wrong][at]
+        yield (
+            f"The gap begins with the first token of the response in {(first == 0).sum()} of {len(first)} responses "
+            f"that have one; the median is token {int(np.median(first))}, counted from 0."
+        )
+    largest = []
+    for kind, name in (("turn", "turn {}"), ("position", "tokens {}"), ("expert", "{}"), ("sets", "sets of layer {}")):
         places = [x for x in locations if x.kind == kind and (x.tokens >= SEEN or not x.tokens)]
-        if len(places) > 1 or kind == "expert" and places:
-            most = min(places, key=lambda x: x.value) if kind == "layer" else max(places, key=lambda x: x.value)
-            words = {"layer": f"least with the ids of layer {most.name} alone forced (KL {most.value:.2g})",
-                     "sets": f"most other sets of experts in layer {most.name} ({100 * most.value:.2g} %)",
-                     "position": f"in tokens {most.name} of the response (KL {most.value:.2g})"}
-            found.append(words.get(kind, f"in {kind + ' ' if kind == 'turn' else 'tokens of '}{most.name} "
-                                         f"(KL {most.value:.2g})"))
-    return f"The gap is largest {'; '.join(found)}." if found else "The gap is the same everywhere."
-
-
-def describe_start(scorer: Scorer, noise: float) -> str:
-    """With which token of a response the gap begins, in words."""
-    kl, position = _gaps(scorer)
-    wrong = (kl > noise) & scorer.own
-    _, at = np.unique(scorer.owner[wrong], return_index=True)
-    if not len(at):
-        return "No token alone is beyond the noise."
-    first = position[wrong][at]
-    return (f"The gap begins with the first token of the response in {(first == 0).sum()} of {len(first)} responses "
-            f"that have one; the median is token {int(np.median(first))}, counted from 0.")
-
-
-def _gaps(scorer: Scorer) -> tuple[NDArray, NDArray]:
-    """The natural k3 of every token, and its place in its response."""
-    position = np.concatenate([np.arange(len(r.logprobs)) for r in scorer.responses])
-    return compute_distances(scorer.natural.logprobs[STATED] - scorer.engine)[0], position
+        if len(places) > 1 or (kind == "expert" and places):
+            most = max(places, key=lambda x: x.value)
+            largest.append(f"{name.format(most.name)} ({most.value:.2g})")
+    if largest:
+        yield f"The gap is largest in {', '.join(largest)}."
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,43 +108,44 @@ class Example:
     layout: Layout
     response: Response
     sides: Mapping[str, tuple[NDArray, NDArray]]
-    """By who saw it: ids of the inputs, [rows, site, k], and log-probs of the response's tokens."""
+    """Of the engine, the natural and the replayed forward: ids of the inputs, [rows, site, k], and log-probs of the
+    response's tokens."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Spells the tokens."""
 
 
 def choose_example(scorer: Scorer, tokenizer: PreTrainedTokenizerBase | None) -> Example | None:
-    """Of the responses that carry routes of the model's k, the one that the natural forward is furthest from."""
+    """Of the responses that carry routes of the model's k, the one with the largest gap."""
     routed = [b for b, response in enumerate(scorer.responses) if has_routes(response, scorer.layout)]
     if not routed:
         return None
-    b = max(routed, key=lambda b: scorer.base.distance[b])
+    b = max(routed, key=lambda b: scorer.base.kl[b])
     response, natural = scorer.responses[b], scorer.natural
-    sides = {"engine": (select_ids(response, scorer.layout), response.logprobs),
-             "natural": (natural.routes[b], natural.logprobs[STATED][scorer.owner == b])}
+    sides = {
+        "engine": (select_ids(response, scorer.layout), response.logprobs),
+        "natural": (natural.routes[b], natural.logprobs[STATED][scorer.owner == b]),
+    }
     try:
-        forced = score(scorer.model, [response], routes=select_ids, keep_routes=True)
+        forced = score(scorer.model, [response], routes=select_ids)
         sides["replayed"] = forced.routes[0], forced.logprobs[STATED]
-    except RoutingError:  # a note of the diagnosis says that nothing can be forced, and why
+    except RoutingError:  # a note of the diagnosis names the reason
         pass
     return Example(scorer.layout, response, sides, tokenizer)
 
 
 def write_example(example: Example, out: Path) -> Path:
     """Write the page beside `out`, and its traces into a folder; returns the page."""
-    folder, page = out.with_name(f"{out.stem}-traces"), out.with_name(f"{out.stem}-response.html")
+    folder, page = replaced(out.with_name(f"{out.stem}-traces")), replaced(out.with_name(f"{out.stem}-response.html"))
     folder.mkdir(parents=True, exist_ok=True)
-    response, files = example.response, []
+    response, layout, files = example.response, example.layout, []
     tokens = torch.tensor(response.tokens)[None]
-    at = torch.arange(len(response.tokens)) >= len(response.tokens) - len(response.logprobs)
+    at = torch.arange(tokens.shape[1]) >= response.prompt
     for name, (rows, logprobs) in example.sides.items():
-        ids = torch.full((1, tokens.shape[1], len(example.layout.sites), example.layout.top_k), -1)
-        ids[0, : len(rows)] = torch.from_numpy(rows.astype(np.int64))
-        ids[~find_possible(ids, example.layout)] = -1
-        wide = torch.full((1, tokens.shape[1]), torch.nan)
+        ids = torch.nn.functional.pad(torch.from_numpy(rows.astype(np.int64)), (0, 0, 0, 0, 0, 1), value=-1)[None]
+        ids[layout.kinds_of_rows(ids, ()) != ROUTE] = -1
+        wide = torch.full(tokens.shape, torch.nan)
         wide[0, at] = torch.from_numpy(np.asarray(logprobs, dtype=np.float32))
         version = response.version if name == "engine" else None
-        trace = RoutingTrace.from_ids(ids, example.layout, tokens=tokens, weight_version=version)
+        trace = RoutingTrace.from_ids(ids, layout, tokens=tokens, weight_version=version)
         files.append(folder / f"{name}.safetensors")
         trace.save(files[-1], {"logprobs": wide, "response": at[None]})
     write_response_page(files, page, tokenizer=example.tokenizer)

@@ -29,7 +29,7 @@ study = Study(
         cold_start=ColdStart(target=0.5),  # supervised until half of the answers are right; 0: no warm-up
     ),
     # Optional. Decide on these before you look at a result.
-    seeds=(0, 1, 2),
+    seeds=(0, 1, 2, 3),  # fewer than four have no interval
     own_cold_starts=True,  # each seed has its own initial weights: intervals include that variation
     endpoint="reward, second half",
     comparisons=(("mine", "grpo"), ("mine-replayed", "mine")),

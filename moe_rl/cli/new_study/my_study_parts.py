@@ -7,7 +7,7 @@ import torch
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import LossInputs, LossOutput
 from moe_rl.routing import RoutingTrace
-from moe_rl.types import Batch, Prompt, Scored, response_rows
+from moe_rl.types import Prompt, Rollouts, Scored, response_rows
 
 
 class Largest:
@@ -42,7 +42,7 @@ def clipped(x: LossInputs, *, bound: float) -> LossOutput:
     )
 
 
-def responses(batch: Batch, natural: Scored) -> RoutingTrace:
+def responses(batch: Rollouts, natural: Scored) -> RoutingTrace:
     """Routing Replay at the inputs that decide response tokens; all other tokens route freely."""
     where = natural.routes.known & response_rows(batch)[..., None].to(natural.routes.experts.device)
     return natural.routes.only(where)

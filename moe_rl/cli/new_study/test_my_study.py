@@ -15,7 +15,7 @@ from moe_rl.registry import Component
 from moe_rl.results import printed
 from moe_rl.routing import record_routing
 from moe_rl.study.workers import preflight
-from moe_rl.types import Batch, Prompt, Scored
+from moe_rl.types import Prompt, Rollouts, Scored
 
 MINE = Component("my_study_parts:clipped", bound=0.2)
 SAME = Component("grpo", clip_low=0.2, clip_high=0.2)
@@ -47,8 +47,15 @@ class Parts(unittest.TestCase):
             model(tokens)
         routes, response = recording.trace(tokens), torch.arange(8).expand(2, 8) >= 5
         none = torch.zeros(2, 8)
-        batch = Batch(tokens, torch.ones(2, 8).bool(), response, torch.tensor([0, 1]), none, torch.zeros(2), none,
-                      torch.ones(2).bool())
+        batch = Rollouts(
+            tokens=tokens,
+            attention_mask=torch.ones(2, 8).bool(),
+            response_mask=response,
+            prompt_index=torch.tensor([0, 1]),
+            rollout_logprobs=none,
+            rewards=torch.zeros(2),
+            finished=torch.ones(2).bool(),
+        )
         replayed = responses(batch, Scored(none, none, routes))
         decide = torch.tensor([0, 0, 0, 0, 1, 1, 1, 0]).bool().expand(2, 8)  # what is read before each response token
         self.assertTrue(torch.equal(replayed.known, decide[..., None].expand_as(replayed.known)))

@@ -67,9 +67,16 @@ def _forward(
         return self.o_proj(attend_last(query, key, value, self.scaling).reshape(*shape, -1)), None
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
     out, weights = attend(
-        self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0,
-        scaling=self.scaling, sliding_window=self.sliding_window, **kwargs,
-    )  # fmt: skip
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=self.attention_dropout if self.training else 0.0,
+        scaling=self.scaling,
+        sliding_window=self.sliding_window,
+        **kwargs,
+    )
     return self.o_proj(out.reshape(*shape, -1).contiguous()), weights
 
 
@@ -94,10 +101,10 @@ def _turn(dim: int, dtype: torch.dtype) -> Float[Tensor, "dim dim"]:
 
 def _repeated(table: Float[Tensor, "rows time dim"], heads: int) -> Float[Tensor, "rows time heads_dim"]:
     """The table once per head, so that its rows are long. All layers share a forward's tables: it is kept with them."""
-    kept = table.__dict__.setdefault("_repeated", {})
-    if heads not in kept:
-        kept[heads] = table.repeat(1, 1, heads)
-    return kept[heads]
+    repeated = table.__dict__.setdefault("_repeated", {})
+    if heads not in repeated:
+        repeated[heads] = table.repeat(1, 1, heads)
+    return repeated[heads]
 
 
 def _plain(self: Any) -> bool:

@@ -1,8 +1,8 @@
 """Experts on the CPU: what transformers' `grouped_mm` computes, in pieces that stay in the processor's cache.
 
-Registered through transformers' experts interface, so it serves every family that dispatches there. Experts of the
-common kind, SiLU-gated and without biases, run through `_GatedExperts`; biases, other gates and other activations stay
-the family's own, with faster gathers and sums. What that saves is in tests/benchmarks/README.md.
+Registered through transformers' experts interface, so it serves every family that dispatches there and has experts of
+the common kind, SiLU-gated and without biases. Others stay transformers' own. tests/benchmarks/README.md has what this
+saves.
 """
 
 from __future__ import annotations
@@ -65,27 +65,18 @@ def cpu_experts(
 
     The same steps: sort (token, k) pairs by expert, multiply each expert's rows at once, put back and add up.
     """
-    if not suited(hidden_states, self.down_proj):
+    if not (suited(hidden_states, self.down_proj) and _gated_by_silu(self)):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     pairs = Pairs.of(top_k_index, self.num_experts)
-    if _gated_by_silu(self):
-        up, down = self.gate_up_proj, self.down_proj
-        if self.is_transposed:
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
-        weights = top_k_weights.to(hidden_states.dtype)
-        if torch.is_grad_enabled():
-            return _GatedExperts.apply(hidden_states, up, down, weights, pairs)
-        return _gated_without_gradient(hidden_states, up, down, weights, pairs)
-    rows = _Gather.apply(hidden_states, pairs.token, pairs.place)
-    name = "gate_up_proj" if self.has_gate else "up_proj"
-    rows = _experts_linear(self, name, rows, pairs)
-    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    rows = _experts_linear(self, "down_proj", rows, pairs)
-    if getattr(self, "has_post_expert_norm", False):
-        rows = self.post_expert_norm(rows)
-    return _WeightedSum.apply(rows, top_k_weights, pairs.token, pairs.order, pairs.place)
+    up, down = self.gate_up_proj, self.down_proj
+    if self.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    weights = top_k_weights.to(hidden_states.dtype)
+    if torch.is_grad_enabled():
+        return _GatedExperts.apply(hidden_states, up, down, weights, pairs)
+    return _gated_without_gradient(hidden_states, up, down, weights, pairs)
 
 
 @dataclass(frozen=True)
@@ -206,53 +197,3 @@ class _GatedExperts(torch.autograd.Function):
             up_grad = _grouped_mm(both_grad.t(), here, ends)
         rows = _grouped_mm(both_grad, up, ends)
         return F.embedding_bag(place, rows, mode="sum"), up_grad, down_grad, weight_grad, None
-
-
-# ---------------------------------------------------------------------- all other experts
-def _experts_linear(
-    self: Any,
-    name: str,
-    rows: Float[Tensor, "pairs in"],
-    pairs: Pairs,
-) -> Float[Tensor, "pairs out"]:
-    """Each row times the weight (and bias) of its expert."""
-    weight = getattr(self, name)
-    rows = _grouped_mm(rows, weight if self.is_transposed else weight.transpose(1, 2), pairs.ends)
-    if not self.has_bias:
-        return rows
-    counts = pairs.ends.diff(prepend=pairs.ends.new_zeros(1))
-    expert = torch.arange(len(counts)).repeat_interleave(counts)
-    return rows + getattr(self, f"{name}_bias").index_select(0, expert)
-
-
-class _Gather(torch.autograd.Function):
-    """x[token]. Its backward adds up the k rows of a token in fixed order, in one pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        return x.index_select(0, token)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return F.embedding_bag(place, grad.contiguous(), mode="sum"), None, None
-
-
-class _WeightedSum(torch.autograd.Function):
-    """out[t] = sum over k of weight[t, k] · rows[place[t, k]], in one pass and in fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, token: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, token, order, place)
-        return F.embedding_bag(place, rows, mode="sum", per_sample_weights=weight.to(rows.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        rows, weight, token, order, place = ctx.saved_tensors
-        grad = grad.index_select(0, token)
-        weight_grad = torch.linalg.vecdot(rows, grad).index_select(0, place.view(-1)).view_as(weight)
-        grad.mul_(weight.reshape(-1).index_select(0, order)[:, None])
-        return grad, weight_grad.to(weight.dtype), None, None, None

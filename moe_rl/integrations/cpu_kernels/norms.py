@@ -21,7 +21,7 @@ def replace_norms(model: nn.Module) -> int:
     A norm is recognised by what it has (`weight` [n] and `variance_epsilon`) and by what it does: a family whose norm
     computes anything else on a sample, such as (1 + weight) · x̂, keeps its own.
     """
-    found = 0
+    count = 0
     for module in model.modules():
         if hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]:
             alone = len(signature(type(module).forward).parameters) == 2  # of itself and x: others take a gate, too
@@ -30,8 +30,8 @@ def replace_norms(model: nn.Module) -> int:
             if not (ours or (placed is None and alone and _is_rms_norm(module))):
                 continue
             module.forward = MethodType(_forward, module)
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 def rms_norm(x: Float[Tensor, "*batch n"], weight: Float[Tensor, " n"], epsilon: float) -> Float[Tensor, "*batch n"]:

@@ -23,13 +23,6 @@ def _check(run: RunConfig, **options: Any) -> None:
     check_spread(run, "its schedule runs one model per process, which ends in a vocabulary")
     if importlib.util.find_spec("megatron.core") is None:
         raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
-    if run.router_noise.scale:
-        raise ConfigError(
-            f"router_noise.scale={run.router_noise.scale:g}: policy='megatron' has no router noise. Use policy='hf'."
-        )
-    if run.micro_batch_tokens:
-        raise ConfigError(f"micro_batch_tokens={run.micro_batch_tokens}: policy='megatron' splits a mini-batch by rows "
-                          "only. Use micro_batch.")
     if run.model.device == "cpu" and run.model.dtype != "float32":
         raise ConfigError(f"policy='megatron' on a CPU needs dtype float32, not {run.model.dtype}.")
     check_layout(_layout(**options), hf_config(run.model), ranks.planned())
@@ -37,18 +30,24 @@ def _check(run: RunConfig, **options: Any) -> None:
 
 
 def _layout(dp: int | None = None, **options: Any) -> Parallel:
-    for name in ("tp", "pp"):
-        if not isinstance(size := options.get(name, 1), int) or size < 1:
-            raise ConfigError(f"policy.{name}={size!r} must be a number of processes, at least 1")
-    return Parallel(dp or max(1, ranks.planned() // (options.get("tp", 1) * options.get("pp", 1))), **options)
+    size = options.get("tp", 1) * options.get("pp", 1)
+    return Parallel(dp or max(1, ranks.planned() // max(1, size)), **options)
 
 
 @needs("ranks")
 @checked(_check)
 def megatron(
-    run: RunConfig, start: LoadedModel | None, frozen: bool, *, dp: int | None = None, tp: int = 1, pp: int = 1,
-    ep: int = 1, etp: int | None = None, settings: Mapping[str, Any] | None = None,
-) -> MegatronPolicy:  # fmt: skip
+    run: RunConfig,
+    start: LoadedModel | None,
+    frozen: bool,
+    *,
+    dp: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> MegatronPolicy:
     """The policy `megatron` on dp × tp × pp processes, one per GPU; see `layout.Parallel`. `dp`: None takes the
     processes that tp and pp leave."""
     from moe_rl.integrations.megatron.policy import MegatronPolicy

@@ -1,8 +1,8 @@
 """Megatron-core on a machine without CUDA, for tests and small studies. Does nothing where CUDA is there.
 
-Megatron asks for the current CUDA device, makes CUDA streams and writes device="cuda" in about 60 places. Here its
-modules, and only they, get a view of `torch` in which all that means the CPU; `torch` itself stays as it is, except
-for `Tensor.cuda()`, which without CUDA could only fail.
+Megatron asks for the current CUDA device, makes CUDA streams and writes device="cuda" in about 60 places. Its modules,
+and only they, get a view of `torch` here in which all that means the CPU. `torch` itself stays as it is, except for
+`Tensor.cuda()`, which without CUDA could only fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def use_cpu() -> None:
     """Give every module of Megatron-core that is loaded by now its view of `torch`. Call it after importing them."""
     if torch.cuda.is_available():
         return
-    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401 - else loaded by the first save
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
@@ -37,7 +36,8 @@ def use_cpu() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Split sizes become numpy arrays only when they come from a CUDA tensor; all_to_all wants sequences.
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
-        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor)
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
     # Tied embeddings over pipeline stages ask for it.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # to replace it is the point
 
@@ -59,19 +59,13 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        return lambda *args, **kwargs: self
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
 
     __hash__ = object.__hash__
-
-    def wait_stream(self, stream: _Stream) -> None:
-        pass
-
-    def record_event(self, event: _Stream | None = None) -> _Stream:
-        return self
-
-    def synchronize(self) -> None:
-        pass
 
 
 def _cuda() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Which models and parallel layouts Megatron-core can train here, and what is refused, and why. Imports none of it."""
+"""Models and parallel layouts that Megatron-core trains here, and refusals of the others. Imports none of it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,28 @@ SOFTMAX = ("qwen3_moe", "qwen2_moe", "mixtral")
 SIGMOID = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
 """Families that are built here, by what their routers make of logits. Those of sigmoids choose with a bias, inside the
 best groups, and have shared experts and dense layers first. Moonlight is a `deepseek_v3`."""
-ALL_HEADS = "it normalises queries and keys over all heads at once, Megatron-core each head"
-LINEAR = "its linear attention needs flash-linear-attention's Triton kernels and TransformerEngine in Megatron-core"
-REFUSED_FAMILIES = {
-    **dict.fromkeys(("olmoe", "flex_olmo", "minimax_m2"), ALL_HEADS),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "kimi_linear"), LINEAR),
-    "gpt_oss": "sinks in its attention, its windows and the biases of its experts have no mapping yet",
-}
-OURS = "where ours spans the real tokens of the mini-batch, and would change with micro_batch, layout and padding"
-REFUSED_SETTINGS = {
-    "moe_router_fusion": "the fused router never asks RouterReplay, so replay would be ignored",
-    "moe_expert_capacity_factor": "tokens beyond an expert's capacity are dropped, so other experts than the recorded "
-    "ones would be used",
-    "virtual_pipeline_model_parallel_size": "replay under the interleaved pipeline schedule is not tested here",
-    "moe_enable_routing_replay": "routes are always recorded",
-    **dict.fromkeys(("moe_router_load_balancing_type", "moe_aux_loss_coeff"), "its load-balancing loss spans one micro-"
-                    f"batch of one rank, padding too, {OURS}; and sinkhorn routing never asks RouterReplay"),
-    "moe_z_loss_coeff": f"it adds up over all tokens, padding and rows that fill up too, {OURS}",
-    "moe_router_bias_update_rate": "it counts replayed experts, padding too; use optimizer.loss_free_bias",
-    "moe_input_jitter_eps": "routes would differ from those of the engine and of every other forward",
-    "context_parallel_size": "a sequence is never split here",
-    "calculate_per_token_loss": "losses are weighted sums, and are neither averaged nor scaled",
-}
-HARMLESS_SETTINGS = ("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_deepep_num_sms", "*_fusion", "recompute_*",
-                     "*overlap*", "tp_comm_*", "batch_p2p_*", "cpu_offloading*", "attention_backend",
-                     "deterministic_mode", "deallocate_pipeline_outputs", "distribute_saved_activations")
+NO_SOURCES = {"soft", "recall", "under_noise", "by_margin", "by_probability"}
+"""Sources of routes that force more than ids, or that need what routers choose by."""
+HARMLESS_SETTINGS = (
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_deepep_num_sms",
+    "bias_*_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "cross_entropy_loss_fusion",
+    "recompute_*",
+    "*overlap*",
+    "tp_comm_*",
+    "batch_p2p_*",
+    "cpu_offloading*",
+    "attention_backend",
+    "deterministic_mode",
+    "deallocate_pipeline_outputs",
+    "distribute_saved_activations",
+)
 """What of Megatron-core's configuration may be set: how the same numbers are computed."""
 
 
@@ -68,17 +65,15 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
     """Raise ConfigError for a model, layout or setting that Megatron-core gets wrong, or that is not built here."""
     _check_family(config)
     p, etp = parallel, expert_tensor(parallel)
-    if min(p.dp, p.tp, p.pp, p.ep, etp) < 1:
-        raise ConfigError(f"{p} needs at least 1 everywhere.")
-    if p.dp * p.tp * p.pp != world:
+    if min(p.dp, p.tp, p.pp, p.ep, etp) < 1 or p.dp * p.tp * p.pp != world:
         raise ConfigError(
-            f"dp={p.dp} × tp={p.tp} × pp={p.pp} needs {p.dp * p.tp * p.pp} processes, but {world} run. "
-            f"Start it with torchrun --nproc-per-node {p.dp * p.tp * p.pp}, or choose another layout."
+            f"dp={p.dp} × tp={p.tp} × pp={p.pp} needs {p.dp * p.tp * p.pp} processes, but {world} run. Start as many "
+            "with torchrun --nproc-per-node, or choose another layout."
         )
     if p.tp > 1 and p.ep == 1 and etp == 1:
         raise ConfigError(
-            f"tp={p.tp}, ep=1, etp=1: Megatron-core 0.16.1 computes wrong gradients of the experts in this layout. Use "
-            f"etp={p.tp}, or ep={p.tp}."
+            f"tp={p.tp}, ep=1, etp=1: Megatron-core 0.16.1 computes wrong gradients of experts. Use etp={p.tp} or "
+            f"ep={p.tp}."
         )
     if (p.dp * p.tp) % (p.ep * etp):
         raise ConfigError(f"ep={p.ep} × etp={etp} must divide dp × tp = {p.dp * p.tp}")
@@ -97,40 +92,34 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
     ):
         if count % parts:
             raise ConfigError(f"{count} {what}={parts} is not a whole number. Choose a divisor of {count}.")
-    per_stage = config.num_hidden_layers // p.pp
-    for stage in range(p.pp):
-        if not any(sparse[stage * per_stage :][:per_stage]):
-            raise ConfigError(f"pp={p.pp}: stage {stage} has no MoE layer ({sum(sparse)} of {len(sparse)} layers have "
-                              "experts). Use fewer stages.")
+    if not all(sizes := routers_of_stages(sparse, p.pp)):
+        raise ConfigError(f"pp={p.pp}: stages have {sizes} MoE layers, and each needs one. Use fewer stages.")
     for key, value in p.settings.items():
-        if key in REFUSED_SETTINGS:
-            raise ConfigError(f"policy.settings {key}={value!r} is refused: {REFUSED_SETTINGS[key]}.")
         if not any(fnmatch.fnmatchcase(key, harmless) for harmless in HARMLESS_SETTINGS):
-            raise ConfigError(f"policy.settings {key}={value!r} is refused: it may change the model or its numbers. "
-                              f"Allowed are {', '.join(HARMLESS_SETTINGS)}.")
+            raise ConfigError(
+                f"policy.settings {key}={value!r} may change numbers or disturb replay. Allowed are "
+                f"{', '.join(HARMLESS_SETTINGS)}."
+            )
 
 
 def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
-    """Raise ConfigError for what an arm, or a setting, asks of routers that Megatron-core's do not do here."""
+    """Raise ConfigError for an arm, or a setting, that needs more of the routers than Megatron-core's do here."""
     routes = {Component.of(part).name for part in (run.arm.routes, run.arm.ratio_routes) if part is not None}
-    for asked, what, why in (
-        ("router" in needs, f"arm {run.arm.name!r} looks at routers",
-         "their logits do not leave the schedule's forward with a graph"),
-        (routes & {"soft", "recall"}, f"routes={', '.join(sorted(routes))}",
-         "RouterReplay forces all ids and no combine weights"),
-        ("under_noise" in routes, "routes='under_noise'", "its routers cannot be moved"),
-        (run.model.router_dtype, f"model.router_dtype={run.model.router_dtype!r}",
-         "its routers compute in float32 anyway, from weights of the model's dtype"),
+    for refused, what in (
+        ("router" in needs, f"arm {run.arm.name!r}, which needs the routers' logits with a graph"),
+        (routes & NO_SOURCES, f"routes={', '.join(sorted(routes))}, which need scores or force more than ids"),
+        (run.model.router_dtype, f"model.router_dtype={run.model.router_dtype!r}: routers compute in float32 anyway"),
+        (run.router_noise.scale, f"router_noise.scale={run.router_noise.scale:g}"),
+        (run.micro_batch_tokens, f"micro_batch_tokens={run.micro_batch_tokens}; use micro_batch"),
     ):
-        if asked:
-            raise ConfigError(f"policy='megatron' cannot do this: {what}, because {why}. Use policy='hf'.")
+        if refused:
+            raise ConfigError(f"policy='megatron' does not support {what}. Use policy='hf'.")
 
 
 def _check_family(config: PreTrainedConfig) -> None:
     name = config.model_type
     if name not in SOFTMAX + SIGMOID:
-        why = REFUSED_FAMILIES.get(name, "its weights have no mapping yet")
-        raise ConfigError(f"policy='megatron' cannot train {name}: {why}. It can train {', '.join(SOFTMAX + SIGMOID)}.")
+        raise ConfigError(f"policy='megatron' cannot train {name}, but {', '.join(SOFTMAX + SIGMOID)}.")
     scaling = {k: v for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
     rope = scaling.get("rope_type", "default")
     # transformers' other families slide by `sliding_window`, whatever their layers are called.
@@ -146,8 +135,12 @@ def _check_family(config: PreTrainedConfig) -> None:
         (not getattr(config, "attention_bias", False) or name == "glm4_moe", "attention_bias=True"),
         (getattr(config, "rope_interleave", True), "rope_interleave=False"),
         (shared_width(config) or not hasattr(config, "n_shared_experts") and name != "qwen2_moe", "no shared expert"),
-        (name in SOFTMAX or normalised(config) and k > 1,  # Megatron divides by the sum wherever k > 1, and there alone
-         f"sigmoid gates with norm_topk_prob={normalised(config)} and num_experts_per_tok={k}"),
+        (
+            name in SOFTMAX
+            or normalised(config)
+            and k > 1,  # Megatron divides by the sum wherever k > 1, and there alone
+            f"sigmoid gates with norm_topk_prob={normalised(config)} and num_experts_per_tok={k}",
+        ),
     ):
         if not fits:
             raise ConfigError(f"policy='megatron' does not support {what} of {name}. Use policy='hf'.")
@@ -167,6 +160,12 @@ def sparse_layers(config: PreTrainedConfig) -> list[bool]:
     first, step = getattr(config, "first_k_dense_replace", 0), getattr(config, "decoder_sparse_step", 1)
     dense = getattr(config, "mlp_only_layers", None) or ()
     return [n >= first and (n + 1) % step == 0 and n not in dense for n in range(config.num_hidden_layers)]
+
+
+def routers_of_stages(sparse: list[bool], pp: int) -> list[int]:
+    """How many MoE layers each pipeline stage has."""
+    size = len(sparse) // pp
+    return [sum(sparse[stage * size :][:size]) for stage in range(pp)]
 
 
 def expert_tensor(parallel: Parallel) -> int:

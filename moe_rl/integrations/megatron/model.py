@@ -176,7 +176,7 @@ class LatentNorm(RMSNorm):
 
 
 class LatentAttention(DotProductAttention):
-    """Megatron's unfused attention, for heads whose values have another width than their keys: it is told both widths,
+    """Megatron's unfused attention, for heads whose values have another width than their keys: it gets both widths,
     and needs none of them (the values' is `kv_channels`), but knows no such arguments."""
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **settings: Any):

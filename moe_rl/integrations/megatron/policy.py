@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
@@ -24,31 +25,31 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moe_rl import ranks
 from moe_rl.config import Optimizer
-from moe_rl.errors import ConfigError, Diverged
-from moe_rl.integrations.megatron import optimizer as optimizers
+from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.integrations.megatron.cpu import use_cpu
-from moe_rl.integrations.megatron.layout import Parallel, check_layout, expert_tensor, num_experts, sparse_layers
-from moe_rl.integrations.megatron.model import build_gpt, transformer_config
-from moe_rl.integrations.megatron.replay import (
-    Routers,
-    gather_rows,
-    own_targets,
-    require_routes,
-    scores_of,
-    shared_trace,
+from moe_rl.integrations.megatron.layout import (
+    Parallel,
+    check_layout,
+    expert_tensor,
+    num_experts,
+    routers_of_stages,
+    sparse_layers,
 )
+from moe_rl.integrations.megatron.model import build_gpt, transformer_config
+from moe_rl.integrations.megatron.optimizer import build_optimizer, inner_optimizers
+from moe_rl.integrations.megatron.replay import Routers, own_targets, require_routes, shared_trace
 from moe_rl.integrations.megatron.weights import WeightMap, gather
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.objectives import LossOutput, Objective
 from moe_rl.policies.hf import balance, correction_biases, fill_rows
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.sites import layout_of
-from moe_rl.routing.trace import Layout, RoutingTrace
-from moe_rl.types import Batch, Scored, Updated
+from moe_rl.routing.trace import RoutingTrace
+from moe_rl.types import MiniBatch, Rollouts, Scored, Stage, Updated
 
 
 class MegatronPolicy:
@@ -80,13 +81,17 @@ class MegatronPolicy:
         if self.device.type == "cpu" and dtype != torch.float32:
             raise ConfigError(f"policy='megatron' on a CPU needs dtype float32, not {dtype}.")
         self.settings, self.layout = optimizer, layout_of(model)
+        self.ranks = [parallel.dp, parallel.tp, parallel.pp, parallel.ep, expert_tensor(parallel)]
         self.temperature, self.recompute = temperature, recompute
         self.micro_batch, self.score_batch = micro_batch, score_batch
         use_cpu()
         _form_groups(parallel)
         transformer = transformer_config(config, parallel, dtype, recompute)
         self.gpt = build_gpt(config, transformer).to(self.device)
-        self.routers = Routers(self.gpt, num_experts(config), _sites_of_stages(config, parallel.pp, self.layout))
+        sparse = sparse_layers(config)
+        if [site.decoder_layer for site in self.layout.sites] != [n for n, here in enumerate(sparse) if here]:
+            raise ConfigError(f"{config.model_type} has routers in other layers than its configuration names")
+        self.routers = Routers(self.gpt, num_experts(config), routers_of_stages(sparse, parallel.pp))
         self.module = Float16Module(transformer, self.gpt) if transformer.bf16 else self.gpt
         for router in self.routers.modules:
             router._maintain_float32_expert_bias()  # which Float16Module would have rounded
@@ -98,18 +103,19 @@ class MegatronPolicy:
                 correction_biases(model)  # which refuses a family without
             sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
             self.module = DistributedDataParallel(transformer, sums, self.module)
-            self.optimizer = optimizers.build(self.module, optimizer, dtype)
+            self.optimizer = build_optimizer(self.module, optimizer, dtype)
 
     # ------------------------------------------------------------------ the verbs
     @torch.no_grad()
     def score(
-        self, batch: Batch, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
+        self, batch: Rollouts, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
-        """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
+        """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. Megatron-core's routers give
+        no `scores`. See `Policy.score`."""
         _refuse(noise)
-        return SchedulePass(self, batch, routes, Cut.of(batch, self.score_batch), scores=scores).run().scored
+        return SchedulePass(self, batch, routes, Cut.of(batch, self.score_batch)).run()[0]
 
-    def update(self, batch: Batch, objective: Objective, noise: Noise | None = None) -> Updated:
+    def update(self, batch: MiniBatch, objective: Objective, noise: Noise | None = None) -> Updated:
         """One step on a mini-batch. Micro-batches and ranks only add: the weights of the loss span all of it."""
         _refuse(noise)
         optimizer, settings = self._trained()
@@ -122,13 +128,13 @@ class MegatronPolicy:
 
         self.module.zero_grad_buffer()
         optimizer.zero_grad()
-        result = SchedulePass(self, batch, batch.routes, cut, loss, entropy_gradient="entropy" in objective.needs).run()
-        scored = result.scored
+        forwards = SchedulePass(self, batch, batch.routes, cut, loss, entropy_gradient="entropy" in objective.needs)
+        scored, clipped_by, total, metrics = forwards.run()
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if not math.isfinite(norm):
-            raise Diverged(f"the gradient norm is {norm}, so a step would destroy the weights. Lower the learning "
-                           "rate.")
+            where = objective.locate_divergence(batch, scored.logprobs, scored.entropy)
+            raise Diverged(f"the gradient norm is {norm}, so no step was made. Lower the learning rate. {where}")
         limit = settings.grad_clip or float("inf")
         if norm > limit:
             self.module.scale_gradients(limit / (norm + 1e-6))
@@ -141,21 +147,49 @@ class MegatronPolicy:
             biases = [router.expert_bias for router in self.routers.modules]
             first = self.routers.layers.start
             balance(biases, scored.preferred or scored.routes, settings.loss_free_bias, first)
-        found = (scored.logprobs, scored.entropy, scored.routes, scored.preferred, result.clipped_by.to(torch.int8))
-        return Updated(*found, loss=result.loss, grad_norm=norm, grad_clipped=norm > limit, metrics=result.metrics)
+        return Updated(
+            scored.logprobs,
+            scored.entropy,
+            scored.routes,
+            scored.preferred,
+            clipped_by.to(torch.int8),
+            loss=total,
+            grad_norm=norm,
+            grad_clipped=norm > limit,
+            metrics=metrics,
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and full tensors, on every rank; each rank must go through all of them."""
         yield from self.map.take()
 
     def save(self, folder: Path) -> None:
-        """Write weights and moments with dist_checkpointing, each rank its part, for any layout to read. The folder
-        must be on a file system that all ranks see."""
-        optimizers.save(folder, self.gpt, self._trained()[0], self.updates)
+        """Write weights and moments, each rank its part. The folder must be on a file system that all ranks see."""
+        state = {
+            "layout": self.ranks,
+            "weights": self.gpt.state_dict(),
+            "masters": self._masters(),
+            "moments": [inner.state_dict() for inner in inner_optimizers(self._trained()[0])],
+            "updates": self.updates,
+        }
+        torch.save(state, folder / f"rank-{ranks.rank():05d}.pt")
+        dist.barrier()  # all parts are written
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote under this layout (bit-exact) or another one."""
-        self.updates = optimizers.load(folder, self.gpt, self._trained()[0])
+        """Read what `save` wrote, bit-exact. Raises RunError under another layout."""
+        file = folder / f"rank-{ranks.rank():05d}.pt"
+        state: dict[str, Any] = (
+            torch.load(file, map_location=self.device, weights_only=True) if file.exists() else {"layout": None}
+        )
+        if state["layout"] != self.ranks:
+            written = state["layout"]
+            raise RunError(f"{folder} was written with dp, tp, pp, ep, etp = {written}, and this run has {self.ranks}")
+        self.gpt.load_state_dict(state["weights"])
+        for inner, moments in zip(inner_optimizers(self._trained()[0]), state["moments"], strict=True):
+            inner.load_state_dict(moments)
+        for name, master in self._masters().items():
+            master.copy_(state["masters"][name])
+        self.updates = state["updates"]
 
     # ------------------------------------------------------------------ how
     def _trained(self) -> tuple:
@@ -163,53 +197,36 @@ class MegatronPolicy:
             raise ConfigError("this policy was built without an optimizer, so it can only score")
         return self.optimizer, self.settings
 
+    def _masters(self) -> dict[str, Tensor]:
+        """The float32 weights of a model in bfloat16."""
+        named = self.gpt.named_parameters()
+        return {name: weight.main_param.detach() for name, weight in named if hasattr(weight, "main_param")}
+
 
 def _refuse(noise: Noise | None) -> None:
     if noise is not None:
         raise ConfigError("policy='megatron' has no router noise. Use policy='hf'.")
 
 
-def _sites_of_stages(config: PreTrainedConfig, pp: int, layout: Layout) -> list[int]:
-    """How many sites each pipeline stage has."""
-    sparse = sparse_layers(config)
-    sites = [site.decoder_layer for site in layout.sites]
-    if sites != (meant := [number for number, here in enumerate(sparse) if here]):
-        raise ConfigError(f"{config.model_type} has routers in layers {sites}, but its configuration names {meant}. "
-                          "Use policy='hf'.")
-    per_stage = len(sparse) // pp
-    return [sum(sparse[stage * per_stage :][:per_stage]) for stage in range(pp)]
-
-
 def _form_groups(parallel: Parallel) -> None:
     """Megatron's process groups, which a process has one set of; another layout replaces them."""
     wanted = (parallel.tp, parallel.pp, parallel.ep, expert_tensor(parallel))
+    kinds = ("tensor_model_parallel", "pipeline_model_parallel", "expert_model_parallel", "expert_tensor_parallel")
     if ps.model_parallel_is_initialized():
-        there = (
-            ps.get_tensor_model_parallel_world_size(),
-            ps.get_pipeline_model_parallel_world_size(),
-            ps.get_expert_model_parallel_world_size(),
-            ps.get_expert_tensor_parallel_world_size(),
-        )
-        if there == wanted:
+        if wanted == tuple(getattr(ps, f"get_{kind}_world_size")() for kind in kinds):
             return
         ps.destroy_model_parallel()
-    tp, pp, ep, etp = wanted
-    ps.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
+    ps.initialize_model_parallel(**{f"{kind}_size": size for kind, size in zip(kinds, wanted, strict=True)})
     model_parallel_cuda_manual_seed(1)  # nothing here draws from it: no dropout, no jitter
 
 
 # ---------------------------------------------------------------------- one schedule over a batch
 @dataclass(frozen=True)
-class Cut:
+class Cut(Generic[Stage]):
     """A batch as data-parallel ranks × micro-batches × rows of equal number. What is left over is filled up with copies
     of the last row, without a response, whose results are thrown away: schedules and dispatchers want equal shapes."""
 
-    batch: Batch
+    batch: Stage
     """All rows in order, the filling at the end, without routes: of these a rank takes its own part."""
     order: Int[Tensor, " rows"]
     """Which row of the original batch each one is."""
@@ -221,14 +238,15 @@ class Cut:
     """All tokens but the last, padded so that sequence parallelism can cut them evenly."""
 
     @staticmethod
-    def of(batch: Batch, largest: int) -> Cut:
+    def of(batch: Stage, largest: int) -> Cut[Stage]:
         """The fewest equal micro-batches of at most `largest` rows."""
         rank, ranks = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
         share = -(-len(batch) // ranks)
         count = -(-share // largest)
         size = -(-share // count)
         order = torch.arange(ranks * count * size)
-        rows = fill_rows(replace(batch, routes=None, rollout_routes=None, ratio_routes=None), order)
+        traces: dict[str, Any] = {name: None for name, value in vars(batch).items() if isinstance(value, RoutingTrace)}
+        rows = fill_rows(replace(batch, **traces), order)
         order = order.clamp(max=len(batch) - 1)
         inputs = rows.tokens[:, :-1]
         inputs = nn.functional.pad(inputs, (0, -inputs.shape[1] % ps.get_tensor_model_parallel_world_size()))
@@ -240,32 +258,21 @@ Loss = Callable[[Tensor, Tensor, slice], LossOutput]
 """loss(logprobs, entropy, rows): the objective of one micro-batch, those rows of the cut batch."""
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """What one pass over a batch found out, on every rank; the last three as in `Updated`."""
-
-    scored: Scored
-    clipped_by: Float[Tensor, "batch time"]
-    loss: float
-    metrics: Mapping[str, float]
-
-
 class SchedulePass:
     """One schedule over a batch: forward, and with a loss backward and the sum of gradients over all ranks."""
 
     def __init__(
         self,
         policy: MegatronPolicy,
-        batch: Batch,
+        batch: Rollouts,
         routes: RoutingTrace | None,
         cut: Cut,
         loss: Loss | None = None,
         *,
         entropy_gradient: bool = False,
-        scores: bool = False,
     ):
         self.policy, self.batch, self.cut, self.loss = policy, batch, cut, loss
-        self.entropy_gradient, self.scores, self.replayed = entropy_gradient, scores, routes is not None
+        self.entropy_gradient, self.replayed = entropy_gradient, routes is not None
         time = cut.inputs.shape[1]
         if routes is not None:
             require_routes(batch, routes, policy.layout)
@@ -279,8 +286,8 @@ class SchedulePass:
         self.metrics: Counter[str] = Counter()
         self.taken: list[tuple] = []
 
-    def run(self) -> PassResult:
-        """Carry it out; collective."""
+    def run(self) -> tuple[Scored, Float[Tensor, "batch time"], float, Mapping[str, float]]:
+        """Carry it out; collective. The last three are `clipped_by`, `loss` and `metrics` of `Updated`."""
         policy, cut = self.policy, self.cut
         with policy.routers.schedule(policy.recompute and self.loss is not None):
             get_forward_backward_func()(
@@ -293,39 +300,38 @@ class SchedulePass:
                 forward_only=self.loss is None,
             )
         dist.all_reduce(self.total, group=ps.get_data_parallel_group())
-        used, preferred, chosen_by = (None if kind[0] is None else list(kind) for kind in zip(*self.taken, strict=True))
+        used, preferred = (None if kind[0] is None else list(kind) for kind in zip(*self.taken, strict=True))
         assert used is not None, "every router says what it used"
         self.taken.clear()
         sizes = policy.routers.sizes
         trace = shared_trace(used, self.batch, policy.layout, sizes)
+        chosen = None if preferred is None else shared_trace(preferred, self.batch, policy.layout, sizes)
         last = ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
         counted: Mapping[str, float] = self.metrics if last else {}
         logprobs, entropy, clipped_by = join_tokens(self.per_token, self.batch)
-        chosen = None if preferred is None else shared_trace(preferred, self.batch, policy.layout, sizes)
-        scores = None if chosen_by is None else scores_of(gather_rows(chosen_by, sizes)[: len(self.batch)], trace)
-        scored = Scored(logprobs, entropy, trace, chosen, scores)
-        return PassResult(scored, clipped_by, from_last_stage(self.total).item(), ranks.sum_over_ranks(counted))
+        scored = Scored(logprobs, entropy, trace, chosen)
+        return scored, clipped_by, from_last_stage(self.total).item(), ranks.sum_over_ranks(counted)
 
     def _forward(self, micro_batches: Iterator[tuple[int, slice]], model: nn.Module) -> tuple[Tensor, Callable]:
         """Megatron's forward step: this stage's part of a micro-batch, and what the last stage does with its logits."""
         number, rows = next(micro_batches)
         routers = self.policy.routers
         first = rows.start - self.cut.mine[0].start
-        routers.aim(self.ids[first : first + self.cut.size], self.policy.layout.unknown, scores=self.scores)
+        routers.aim(self.ids[first : first + self.cut.size], self.policy.layout.unknown)
         output = model(self.cut.inputs[rows].to(self.policy.device), self.positions, self.hidden)
-        self.taken.append(routers.taken(self.cut.size, preferred=self.replayed, scores=self.scores))
+        self.taken.append(routers.taken(self.cut.size, preferred=self.replayed))
         return output, partial(self._finish, number, rows)
 
     def _finish(self, number: int, rows: slice, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
         """The loss, a count of 0 tokens (so that Megatron divides it by nothing), and no report."""
         device, batch = self.policy.device, self.cut.batch
         tokens, mask = batch.tokens[rows].to(device), batch.response_mask[rows].to(device)
-        found = token_statistics(logits, tokens, mask, self.policy.temperature, self.entropy_gradient)
-        kept, value = self.per_token[number], logits.new_zeros(())
-        kept[0], kept[1] = (x.detach() for x in found)
+        statistics = token_statistics(logits, tokens, mask, self.policy.temperature, self.entropy_gradient)
+        row, value = self.per_token[number], logits.new_zeros(())
+        row[0], row[1] = (x.detach() for x in statistics)
         if self.loss is not None:
-            output = self.loss(*found, rows)
-            kept[2, :, : output.clipped_by.shape[1]] = output.clipped_by
+            output = self.loss(*statistics, rows)
+            row[2, :, : output.clipped_by.shape[1]] = output.clipped_by
             value = output.loss
             self.total += value.detach()
             self.metrics.update(output.metrics)
@@ -367,7 +373,7 @@ def from_last_stage(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def join_tokens(parts: list[Float[Tensor, "kind rows time"]], batch: Batch) -> Float[Tensor, "kind batch width"]:
+def join_tokens(parts: list[Float[Tensor, "kind rows time"]], batch: Rollouts) -> Float[Tensor, "kind batch width"]:
     """What the last stage knows about the tokens of every micro-batch, for the whole batch, on every rank."""
     mine = from_last_stage(torch.stack(parts, 1))  # [kind, micro-batch, rows, time]
     rows = gather(mine, 1, ps.get_data_parallel_group()).flatten(1, 2)[:, : len(batch)]

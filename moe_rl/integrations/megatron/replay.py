@@ -1,7 +1,7 @@
-"""Routes ↔ Megatron-core's RouterReplay: what every router of one model is told to use, and what it used.
+"""Routes ↔ Megatron-core's RouterReplay: the experts that every router of one model must use, and those it used.
 
-Megatron keeps all routers ever built in one global list, which two models in a process would share. Here a model's own
-routers are walked instead, and cleared at the borders of every schedule, after an exception too.
+Megatron has one global list of all routers ever built, which two models in a process would share. Here a model's own
+routers are walked instead, and cleared before and after every schedule, after an exception too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from moe_rl.errors import RoutingError
 from moe_rl.integrations.megatron.weights import gather
 from moe_rl.integrations.on_ranks import CHUNK, one_per_machine
-from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import Layout, RoutingTrace
-from moe_rl.types import Batch
+from moe_rl.types import Rollouts
 
 
 class SiteReplay(RouterReplay):
@@ -38,16 +37,13 @@ class SiteReplay(RouterReplay):
         super().__init__()
         RouterReplay.global_router_replay_instances.remove(self)
         self.preferred: Tensor | None = None
-        self.choice: Tensor | None = None
-        self.scores: Tensor | None = None
-        self.watched, self.in_order = False, True
+        self.in_order = True
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):  # noqa: ANN001, ANN201
         """(scores at the used ids, ids), as Megatron asks for them."""
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
             choice = in_best_groups(scores.detach(), num_groups, group_topk) if group_topk else scores.detach()
             self.preferred = choice.topk(topk, dim=1, sorted=self.in_order).indices
-            self.choice = choice if self.watched else None
             used = torch.where(self.target_topk_idx < 0, self.preferred, self.target_topk_idx)
             # A recomputation uses what this forward used, also where it routed freely.
             self.target_topk_idx = self.replay_backward_list[-1] = used
@@ -55,12 +51,10 @@ class SiteReplay(RouterReplay):
 
     def clear_indices(self) -> None:
         super().clear_indices()
-        self.preferred = self.choice = self.scores = None
+        self.preferred = None
 
 
-def in_best_groups(
-    scores: Float[Tensor, "tokens expert"], groups: int, kept: int
-) -> Float[Tensor, "tokens expert"]:
+def in_best_groups(scores: Float[Tensor, "tokens expert"], groups: int, kept: int) -> Float[Tensor, "tokens expert"]:
     """The scores inside the `kept` groups whose two best experts have the largest sum, -inf elsewhere: DeepSeek-V3
     (arXiv 2412.19437, section 2.1.2) as transformers has it. Megatron-core adds up topk // kept experts of a group."""
     grouped = scores.unflatten(1, (groups, -1))
@@ -70,27 +64,13 @@ def in_best_groups(
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron-core's router with a replay of its own, which on request keeps what it chose by."""
+    """Megatron-core's router with a replay of its own."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None):
         super().__init__(config, pg_collection)
         RouterReplay.global_router_replay_instances.remove(self.router_replay)
         self.router_replay: SiteReplay = SiteReplay()
         self.router_replay.in_order = self.score_function == "softmax"  # transformers sorts no others
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        gates, chosen = super().routing(logits, padding_mask)
-        site = self.router_replay
-        if site.watched and site.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            logits = logits.detach().flatten(0, -2).float()
-            assert site.choice is not None, "it was asked"
-            choice = logits.softmax(-1) if self.score_function == "softmax" else site.choice
-            margins = torch.full_like(choice[:, :1], float("inf"))
-            if self.topk < self.num_experts:
-                top = choice.topk(self.topk + 1, dim=1).values
-                margins = top[:, -2:-1] - top[:, -1:]
-            site.scores = torch.cat([logits, gates.detach().float().gather(1, site.target_topk_idx), margins], 1)
-        return gates, chosen
 
     def _apply_expert_bias(self, *args: object, **kwargs: object) -> None:
         """Megatron's own counts for its own step of the bias, of replayed choices and padding: nobody reads them."""
@@ -117,40 +97,31 @@ class Routers:
             left = sum(len(site.replay_backward_list) for site in self.sites)
             if recompute and left:
                 raise RoutingError(
-                    f"{left} layers were not recomputed with the replayed routing, so gradients may be wrong. Switch "
-                    "off Megatron-core's recompute."
+                    f"{left} layers were not recomputed with the replayed routing. Switch off recompute."
                 )
         finally:
             self._clear()
 
-    def aim(self, ids: Integer[Tensor, "rows time site k"], unknown: int, *, scores: bool) -> None:
-        """Routes of the micro-batch whose forward comes next, at this stage's sites; `unknown` routes freely. With
-        `scores` it keeps what routers chose by."""
+    def aim(self, ids: Integer[Tensor, "rows time site k"], unknown: int) -> None:
+        """Routes of the micro-batch whose forward comes next, at this stage's sites; `unknown` routes freely."""
+        ranks, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
         for site, targets in zip(self.sites, ids.permute(2, 1, 0, 3), strict=True):
-            if ps.get_tensor_model_parallel_world_size() > 1:  # sequence parallel: a rank sees its part of the tokens
-                ranks = ps.get_tensor_model_parallel_world_size()
-                targets = targets.chunk(ranks)[ps.get_tensor_model_parallel_rank()]
+            targets = targets.chunk(ranks)[rank]  # sequence parallel: a rank sees its part of the tokens
             targets = targets.flatten(0, 1).to(self.device, torch.int64)
             site.set_target_indices(targets.masked_fill(targets == unknown, -1))
             site.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-            site.watched = scores
 
-    def taken(self, rows: int, *, preferred: bool, scores: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """After that forward: ids used, on request ids preferred and scores (logits, gates at the ids used, margin),
-        [site, time, rows, …], this rank's part. From here on, until the next micro-batch, a router that is asked again
-        is being recomputed."""
+    def taken(self, rows: int, *, preferred: bool) -> tuple[Tensor, Tensor | None]:
+        """After that forward: ids used, on request ids preferred, [site, time, rows, k], this rank's part. From here
+        on, until the next micro-batch, a router that runs again is recomputed."""
         for site in self.sites:
             site.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-
-        def stack(kind: str, dtype: torch.dtype) -> Tensor:
-            return torch.stack([getattr(site, kind).to(dtype).unflatten(0, (-1, rows)) for site in self.sites])
-
         narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
-        return (
-            stack("target_topk_idx", narrow),
-            stack("preferred", narrow) if preferred else None,
-            stack("scores", torch.float32) if scores else None,
-        )
+
+        def stack(kind: str) -> Tensor:
+            return torch.stack([getattr(site, kind).to(narrow).unflatten(0, (-1, rows)) for site in self.sites])
+
+        return stack("target_topk_idx"), stack("preferred") if preferred else None
 
     def _clear(self) -> None:
         for site in self.sites:
@@ -158,7 +129,7 @@ class Routers:
             site.clear_router_replay_action()
 
 
-def gather_rows(parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
+def gather_rows(parts: list[Tensor], sizes: Sequence[int] | None) -> Tensor:
     """What `Routers.taken` gave for every micro-batch, as [batch, time, site, …] on every rank. `sizes` as there."""
     mine = torch.stack(parts)  # [micro-batch, site, time, rows, …]
     mine = gather(mine, 2, ps.get_tensor_model_parallel_group())
@@ -167,12 +138,13 @@ def gather_rows(parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
     return mine.movedim((0, 3), (0, 1)).flatten(0, 1).transpose(1, 2)
 
 
-def require_routes(batch: Batch, routes: RoutingTrace, layout: Layout) -> None:
+def require_routes(batch: Rollouts, routes: RoutingTrace, layout: Layout) -> None:
     """Raise RoutingError for routes that do not belong to this model or these tokens, or that know nothing."""
     layout.require(routes.layout, "the trace")
     if routes.keep or routes.gates is not None:
-        raise RoutingError("RouterReplay of Megatron-core replays all ids and no gate weights, so soft replay and "
-                           "recall are not possible. Use policy='hf'.")
+        raise RoutingError(
+            "Megatron-core replays all ids and no gate weights. For soft replay and recall, use policy='hf'."
+        )
     time, followed = batch.tokens.shape[1] - 1, _followed(batch)
     if routes.tokens is not None:
         same = (routes.tokens[:, :time] == batch.tokens[:, :time]) | ~followed
@@ -184,7 +156,12 @@ def require_routes(batch: Batch, routes: RoutingTrace, layout: Layout) -> None:
 
 
 def own_targets(
-    batch: Batch, routes: RoutingTrace | None, layout: Layout, rows: Integer[Tensor, " rows"], layers: slice, width: int
+    batch: Rollouts,
+    routes: RoutingTrace | None,
+    layout: Layout,
+    rows: Integer[Tensor, " rows"],
+    layers: slice,
+    width: int,
 ) -> Integer[Tensor, "rows width site k"]:
     """Ids to force at some rows of the batch and the sites of one stage, unknown where a router decides: this rank's
     part of the routes, and nothing more."""
@@ -199,43 +176,29 @@ def own_targets(
 
 
 def shared_trace(
-    parts: list[Tensor], batch: Batch, layout: Layout, sizes: Sequence[int] | None = None
+    parts: list[Tensor], batch: Rollouts, layout: Layout, sizes: Sequence[int] | None = None
 ) -> RoutingTrace:
     """What `Routers.taken` gave for every micro-batch of every rank as a trace over the batch, unknown where no token
-    follows; collective. The ids are in the memory of a machine once, and a few rows of them at a time on the way."""
+    follows; collective. A machine holds the ids once; a few rows of them at a time are on the way."""
     ids, fills = one_per_machine((*batch.tokens.shape, len(layout.sites), layout.top_k), layout.dtype)
-    size, followed = parts[0].shape[2], _followed(batch).cpu()
-    data_parallel = ps.get_data_parallel_world_size()
-    step = max(1, CHUNK // (data_parallel * ids[:1].nbytes))
+    if fills:
+        ids.fill_(layout.unknown)
+    size, followed, world = parts[0].shape[2], _followed(batch).cpu(), ps.get_data_parallel_world_size()
+    step = max(1, CHUNK // (world * ids[:1].nbytes))
     for number, part in enumerate(parts):
         for start in range(0, size, step):
-            piece = part[None, :, :, start : start + step]  # [rank, site, time, rows, k]
-            piece = gather(piece, 2, ps.get_tensor_model_parallel_group())
-            piece = gather(piece, 1, ps.get_pipeline_model_parallel_group(), sizes)
-            piece = gather(piece, 0, ps.get_data_parallel_group())
-            for rank, block in enumerate(piece if fills else ()):
+            chunk = gather_rows([part[:, :, start : start + step]], sizes)
+            for rank, block in enumerate(chunk.chunk(world) if fills else ()):
                 first = (rank * len(parts) + number) * size + start
-                here = followed[first : first + block.shape[2]]  # none of the rows that only fill up
-                found = block.permute(2, 1, 0, 3)[: len(here), : here.shape[1]].cpu().to(layout.dtype)
-                target = ids[first : first + len(here)].fill_(layout.unknown)
-                target[:, :-1][here] = found[here]
+                here = followed[first : first + len(block)]  # none of the rows that only fill up
+                ids[first : first + len(here), :-1][here] = (
+                    block[: len(here), : here.shape[1]].cpu().to(layout.dtype)[here]
+                )
     dist.barrier()
     ids = ids.to(batch.tokens.device)
     return RoutingTrace.from_ids(ids, layout, tokens=batch.tokens, attention_mask=batch.attention_mask, check=False)
 
 
-def _followed(batch: Batch) -> Bool[Tensor, "batch time"]:
+def _followed(batch: Rollouts) -> Bool[Tensor, "batch time"]:
     """The last token of a row is never an input, and padding decides nothing."""
     return batch.attention_mask[:, 1:]
-
-
-def scores_of(seen: Float[Tensor, "batch time site what"], used: RoutingTrace) -> RouterScores:
-    """Gates, margins and log-probabilities as the Hugging Face model has them, from what Megatron's routers kept:
-    logits of all experts, gates of the used ones, margin."""
-    seen = nn.functional.pad(seen, (0, 0, 0, 0, 0, used.shape[1] - seen.shape[1])).cpu()
-    k = used.layout.top_k
-    logits, gates, margins = seen.split([seen.shape[-1] - k - 1, k, 1], -1)
-    log_probs = logits.log_softmax(-1)
-    at_used = log_probs.gather(-1, used.ids().clamp(min=0).cpu())
-    ids = used.ids().to(torch.int16).cpu()
-    return RouterScores(ids, gates, at_used, margins[..., 0], tuple(log_probs.unbind(2)))

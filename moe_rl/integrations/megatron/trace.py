@@ -23,27 +23,26 @@ def read_megatron_trace(
 ) -> Iterator[RoutingTrace]:
     """Every forward in a `router_trace_rank<n>.jsonl` of Megatron-LM, one trace after another, with bounded memory.
 
-    The file names no tokens and no lengths: rows are [time × batch], sequence-major, as Megatron flattens them, and
-    `batch` says how many sequences ran together. Records of `block` "mtp" are skipped, as everywhere here. Layers may
-    be numbered absolutely, from 1 (`layer_number`), or by position among the routing layers (`record_indices`). A
-    layer that comes again starts the next forward. `invalid` as in `decode_routes`. Raises RoutingError, with the line,
-    for anything else. Traces of a boolean routing map are in ascending order: Megatron has lost the one of selection.
+    The file has no tokens and no lengths: rows are [time × batch], sequence-major, and `batch` is the number of
+    sequences of a forward. Records of `block` "mtp" are skipped. Layers may be numbered absolutely, from 1
+    (`layer_number`), or by position among the routing layers (`record_indices`). A layer that comes again starts the
+    next forward. `invalid` as in `decode_routes`. Raises RoutingError, with the line, for anything else. Traces of a
+    boolean routing map are in ascending order: Megatron has lost the order of selection.
     """
     require_policy(invalid)
-    if not Path(path).is_file():
-        raise RoutingError(f"no Megatron router trace at {path}.")
-    found = False
+    empty = True
     for forward in _forwards(Path(path)):
-        found = True
+        empty = False
         sites = _sites(forward, layout, path)
         rows = len(sites[0])
         if rows % batch or any(len(site) != rows for site in sites):
-            raise RoutingError(f"{path}: the layers of one forward have {[len(s) for s in sites]} rows; expected one "
-                               f"number, a multiple of batch={batch}")
+            raise RoutingError(
+                f"{path}: layers have {[len(s) for s in sites]} rows; expected a multiple of batch={batch}"
+            )
         k = layout.top_k
         ids = np.stack([np.pad(site, ((0, 0), (0, k - site.shape[1])), constant_values=-1) for site in sites], 1)
         yield checked_trace(ids.reshape(-1, batch, *ids.shape[1:]).swapaxes(0, 1), layout, invalid, None)
-    if not found:
+    if empty:
         raise RoutingError(f"{path} contains no decoder record. Expected one JSON object per (step, block, layer).")
 
 
@@ -68,16 +67,18 @@ def _forwards(path: Path) -> Iterator[Forward]:
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
-    expected = "expected step, block, layer, num_tokens, topk and top_indices [num_tokens, topk]"
     try:
         record = json.loads(line)
-        sizes = (record["num_tokens"], record["topk"])
         record["top_indices"] = integers(record["top_indices"])
+        if not isinstance(record["layer"], int) or not {"block", "step"} <= record.keys():
+            raise ValueError("no layer, block or step")
+        if record["top_indices"].shape != (record["num_tokens"], record["topk"]):
+            raise ValueError(f"indices have shape {record['top_indices'].shape}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise RoutingError(f"{where} is not a record of a router trace ({error}); {expected}.") from error
-    shape = record["top_indices"].shape
-    if shape != sizes or not isinstance(record.get("layer"), int) or "block" not in record or "step" not in record:
-        raise RoutingError(f"{where}: indices have shape {shape}, but the record names {sizes}; {expected}.")
+        raise RoutingError(
+            f"{where} is not a record of a router trace ({error!r}). Expected step, block, layer, num_tokens, topk and "
+            "top_indices [num_tokens, topk]."
+        ) from error
     return record
 
 
@@ -89,12 +90,12 @@ def _sites(forward: Forward, layout: Layout, path: str | Path) -> list[NDArray]:
             break
     else:
         line = min(n for n, _ in forward.values())
-        raise RoutingError(f"{path}, forward from line {line}: layers {sorted(forward)}, but the MoE layers are "
-                           f"{layers}. Give the trace of all pipeline stages, and check that it is complete.")
+        raise RoutingError(
+            f"{path}, forward from line {line}: layers {sorted(forward)}, but the MoE layers are "
+            f"{layers}. Give the trace of all pipeline stages, and check that it is complete."
+        )
     sites = [forward[number][1] for number in numbering]
     for (n, ids), site in zip((forward[number] for number in numbering), layout.sites, strict=True):
         if ids.shape[1] != site.top_k:
             raise RoutingError(f"{path}, line {n}: {ids.shape[1]} experts per token, but {site.name} uses {site.top_k}")
     return sites
-
-

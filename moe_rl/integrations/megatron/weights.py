@@ -57,10 +57,14 @@ LAYER: tuple[tuple[str, str, Any], ...] = (
     ("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias", None),
     ("mlp.experts.gate_up_proj", "mlp.experts.local_experts.linear_fc1.weight", "experts' halves"),
     ("mlp.experts.down_proj", "mlp.experts.local_experts.linear_fc2.weight", "experts"),
-    *((f"mlp.{shared}.{{gate,up}}_proj.weight", "mlp.shared_experts.linear_fc1.weight", "halves")
-      for shared in ("shared_experts", "shared_expert")),
-    *((f"mlp.{shared}.down_proj.weight", "mlp.shared_experts.linear_fc2.weight", 1)
-      for shared in ("shared_experts", "shared_expert")),
+    *(
+        (f"mlp.{shared}.{{gate,up}}_proj.weight", "mlp.shared_experts.linear_fc1.weight", "halves")
+        for shared in ("shared_experts", "shared_expert")
+    ),
+    *(
+        (f"mlp.{shared}.down_proj.weight", "mlp.shared_experts.linear_fc2.weight", 1)
+        for shared in ("shared_experts", "shared_expert")
+    ),
     ("mlp.shared_expert_gate.weight", "mlp.shared_experts.gate_weight", None),
 )
 """Every tensor that a decoder layer of any family may have: Hugging Face names, of which {several} make one parameter,
@@ -90,8 +94,9 @@ class WeightMap:
         left = [name for name in self.like if not any(name in weight.names for weight in table)]
         left += [name for name, parameter in model.named_parameters() if id(parameter) not in mine]
         if left:
-            raise ConfigError(f"policy='megatron' cannot map {', '.join(left[:5])} ({len(left)} tensors). Use "
-                              "policy='hf'.")
+            raise ConfigError(
+                f"policy='megatron' cannot map {', '.join(left[:5])} ({len(left)} tensors). Use policy='hf'."
+            )
 
     # ------------------------------------------------------------------ both ways
     @torch.no_grad()
@@ -102,8 +107,10 @@ class WeightMap:
             if weight.parameters:
                 for mine, part in zip(weight.parameters, weight.put(full), strict=True):
                     if mine.shape != part.shape:  # which copy_ would stretch
-                        raise ConfigError(f"{weight.names} has shape {tuple(part.shape)} on this rank, but "
-                                          f"Megatron-core's parameter has {tuple(mine.shape)}")
+                        raise ConfigError(
+                            f"{weight.names} has shape {tuple(part.shape)} on this rank, but "
+                            f"Megatron-core's parameter has {tuple(mine.shape)}"
+                        )
                     mine.copy_(part)
 
     @torch.no_grad()
@@ -148,7 +155,7 @@ class WeightMap:
         yield self._weight(("lm_head.weight",), last, "", 0, model)
 
     def _weight(self, names: tuple[str, ...], stage: int, at: str, cut: int | str | None, owner: Any) -> Weight:
-        """Hugging Face tensors and what holds them: the parameter `at` of `owner`, or one of each expert."""
+        """Hugging Face tensors and their Megatron parameters: the parameter `at` of `owner`, or one of each expert."""
         put, take = self._cut(cut, [self.like[name].shape[0] for name in names])
         if stage != self.stage:
             return Weight(names, stage, (), put, take)
@@ -173,8 +180,10 @@ class WeightMap:
             groups = self.model.config.num_query_groups
             return (
                 lambda full: [part(torch.cat([x.unflatten(0, (groups, -1)) for x in full], 1).flatten(0, 1), 0, "tp")],
-                lambda parts: [x.flatten(0, 1) for x in join(parts[0], 0, "tp").unflatten(0, (groups, -1))
-                               .split([n // groups for n in rows], 1)],
+                lambda parts: [
+                    x.flatten(0, 1)
+                    for x in join(parts[0], 0, "tp").unflatten(0, (groups, -1)).split([n // groups for n in rows], 1)
+                ],
             )
         if cut == "halves":  # gate and up, each cut, one above the other
             return (

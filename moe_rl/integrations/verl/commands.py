@@ -1,4 +1,4 @@
-"""`moe-rl runs import`: a run of verl that nobody declared, as a folder that `plot`, `report` and `runs` read."""
+"""`moe-rl runs import`: a run of verl that no study declares, as a folder that `plot`, `report` and `runs` read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_rl.storage.frames import labels_of
 
 
 @verb(
-    argument("log", type=Path, nargs="+", help="files of verl's logger `file`, or its console output, in order"),
+    argument("log", type=Path, nargs="+", help="files of verl's logger `file`, in order"),
     argument("--rollouts", type=Path, metavar="FOLDER", help="verl's rollout_data_dir, to use `moe-rl runs read`"),
     argument("--to", type=Path, required=True, metavar="FOLDER", help="new folder STUDY/ARM/CONDITION/seed=N"),
     examples="""
@@ -24,8 +24,8 @@ from moe_rl.storage.frames import labels_of
   moe-rl plot runs/mine""",
 )
 def import_run(options: argparse.Namespace) -> int:
-    """Rows of a log, in a run folder: its settings, versions and machine are not recorded. Raises ConfigError for a log
-    that is not there, and for a folder that is."""
+    """Write the rows of a log to a run folder, which has no settings, versions and machine. Raises ConfigError for a
+    missing log, and for a folder that exists."""
     if missing := [str(file) for file in options.log if not file.is_file()]:
         raise ConfigError(f"log {missing[0]} not found")
     if options.to.exists():
@@ -35,17 +35,17 @@ def import_run(options: argparse.Namespace) -> int:
     if options.rollouts:
         rows["rollouts"] = read_rollouts(options.rollouts, steps)
     config = {"arm": {"name": labels["arm"]}, "seed": labels["seed"], "steps": steps}
-    digest = hashlib.sha256(json.dumps([config, *(file.read_text(errors="replace") for file in options.log)]).encode())
+    digest = hashlib.sha256(json.dumps(config).encode() + b"".join(file.read_bytes() for file in options.log))
     with RunFolder.open(options.to, config, digest.hexdigest()[:16]) as folder:
         folder.manifest |= {"packages": {}, "git": None, "device": "not recorded", "threads": "not recorded"}
-        for table, found in rows.items():
-            folder.add(table, found)
+        for table, of_table in rows.items():
+            folder.add(table, of_table)
         folder.commit(steps, lambda target: write_json(target / "logs.json", {"logs": [*map(str, options.log)]}))
         folder.finish()
-    declared = options.to.absolute().parents[2] / DECLARATION
-    if not declared.exists():
-        write_json(declared, {"name": labels["study"], "question": "", "hypothesis": "", "arms": [],
-                              "figures": ["learning", "expert_change"], "endpoint": "reward, second half",
-                              "trainer": "imported"})
+    declaration = options.to.absolute().parents[2] / DECLARATION
+    if not declaration.exists():
+        texts = {"name": labels["study"], "question": "", "hypothesis": "", "trainer": "imported"}
+        figures = {"arms": [], "figures": ["learning", "expert_change"], "endpoint": "reward, second half"}
+        write_json(declaration, texts | figures)
     print(f"{steps} steps in {options.to}")
     return 0

@@ -44,17 +44,17 @@ def spread(flat: Tensor, mask: Bool[Tensor, "batch time"], blank: float = 0) -> 
 
 def response_tokens(fields: TensorDict) -> Bool[Tensor, " tokens"]:
     """Tokens of the policy that the loss is about. verl's mask covers whole sequences or responses alone."""
-    ends, given = fields["input_ids"].offsets()[1:].tolist(), fields["loss_mask"]
-    found = torch.zeros_like(fields["input_ids"].values(), dtype=torch.bool)
-    if given.is_nested and len(given.values()) == len(found):
-        return given.values().bool()
-    if given.is_nested or fields["responses"].is_nested:
-        sizes = (given if given.is_nested else fields["responses"]).offsets().diff().tolist()
+    ends, mask = fields["input_ids"].offsets()[1:].tolist(), fields["loss_mask"]
+    tokens = torch.zeros_like(fields["input_ids"].values(), dtype=torch.bool)
+    if mask.is_nested and len(mask.values()) == len(tokens):
+        return mask.values().bool()
+    if mask.is_nested or fields["responses"].is_nested:
+        sizes = (mask if mask.is_nested else fields["responses"]).offsets().diff().tolist()
     else:
         sizes = fields["attention_mask"][:, fields["prompts"].shape[1] :].sum(1).tolist()
-    for end, size, row in zip(ends, sizes, given.unbind(), strict=True):
-        found[end - size : end] = row[:size].bool()
-    return found
+    for end, size, row in zip(ends, sizes, mask.unbind(), strict=True):
+        tokens[end - size : end] = row[:size].bool()
+    return tokens
 
 
 def deciding_tokens(fields: TensorDict) -> Bool[Tensor, " tokens"]:
@@ -68,49 +68,57 @@ def counted_tokens(fields: TensorDict) -> Bool[Tensor, " tokens"]:
     """Inputs of sequences that have a response, without the last token. verl fills batches up with empty sequences."""
     decides = deciding_tokens(fields)
     lengths = fields["input_ids"].offsets().diff().tolist()
-    found = torch.cat([torch.ones_like(row) & row.any() for row in decides.split(lengths)])
-    found[fields["input_ids"].offsets()[1:] - 1] = False
-    return found
+    counted = torch.cat([torch.ones_like(row) & row.any() for row in decides.split(lengths)])
+    counted[fields["input_ids"].offsets()[1:] - 1] = False
+    return counted
 
 
 def write_routes(ids: Integer[Tensor, "tokens site k"], layout: Layout, layers: int, fields: TensorDict) -> Tensor:
     """verl's field with ids in the dtype of `layout`; decoder layers that do not route have zeros."""
-    whole = ids.new_zeros((len(ids), layers, layout.top_k), dtype=torch.int16)
+    wide = ids.new_zeros((len(ids), layers, layout.top_k), dtype=torch.int16)
     sites = [site.decoder_layer for site in layout.sites]
-    whole[:, sites] = ids.to(torch.int16).masked_fill(ids == layout.unknown, -1)
-    whole[fields["input_ids"].offsets()[1:] - 1] = MARK
-    return torch.nested.nested_tensor_from_jagged(whole, fields["input_ids"].offsets())
+    wide[:, sites] = ids.to(torch.int16).masked_fill(ids == layout.unknown, -1)
+    wide[fields["input_ids"].offsets()[1:] - 1] = MARK
+    return torch.nested.nested_tensor_from_jagged(wide, fields["input_ids"].offsets())
 
 
 def read_routes(fields: TensorDict, layout: Layout, layers: int, reported: bool) -> Integer[Tensor, "tokens site k"]:
-    """The ids of verl's field in the dtype of `layout`. A row that names an expert twice is unknown; `reported` by the
-    engine of a rollout, the last token of a sequence is unknown, too. Raises RoutingError for a missing field, for
-    another shape, for other sequences and for ids that no router has."""
+    """The ids of verl's field in the dtype of `layout`. A row with an expert twice is unknown; so is the last token of
+    a sequence whose routes the engine of a rollout `reported`. Raises RoutingError for a missing field, for another
+    shape, for routes of another source and for ids that no router has."""
     if ROUTES not in fields:
-        raise RoutingError(f"the batch of verl has no {ROUTES!r}, so nothing can be replayed. " + (
-            "Set actor_rollout_ref.rollout.enable_rollout_routing_replay=True, with an engine that reports routes."
-            if reported else "R2 is recorded while verl computes the old log-probs, which it skips with "
-            "algorithm.rollout_correction.bypass_mode=True: set bypass_mode=False."))
+        raise RoutingError(
+            f"the batch of verl has no {ROUTES!r} to replay. For those of the rollout, set rollout."
+            "enable_rollout_routing_replay=True, with an engine that reports routes; for those of the old policy, set "
+            "algorithm.rollout_correction.bypass_mode=False."
+        )
     field, tokens = fields[ROUTES], fields["input_ids"]
     shape = (len(tokens.values()), layers, layout.top_k)
-    if not field.is_nested or tuple(field.values().shape) != shape or not torch.equal(
-            field.offsets().to(tokens.device), tokens.offsets()):
-        found = tuple(field.values().shape) if field.is_nested else tuple(field.shape)
-        raise RoutingError(f"{ROUTES} has shape {found}; expected one row per token, jagged, {shape}: [tokens, decoder "
-                           "layers, experts per token]")
+    if (
+        not field.is_nested
+        or tuple(field.values().shape) != shape
+        or not torch.equal(field.offsets().to(tokens.device), tokens.offsets())
+    ):
+        actual = tuple(field.values().shape) if field.is_nested else tuple(field.shape)
+        raise RoutingError(
+            f"{ROUTES} has shape {actual}, not {shape}: jagged [tokens, decoder layers, experts per token]"
+        )
     if not reported:
         ends = (tokens.offsets()[1:] - 1).tolist()
         for row, end in zip(field.unbind(), ends, strict=True):
             if bool((field.values()[end] != MARK).any()) and bool(row.any()):  # verl fills batches up with zeros
-                raise RoutingError(f"{ROUTES} contains the routing of the rollout, not of this engine. Set "
-                                   "actor_rollout_ref.rollout.enable_rollout_routing_replay=False, or "
-                                   "router_replay.mode=R3 to replay it.")
+                raise RoutingError(
+                    f"{ROUTES} contains the routing of the rollout. Set rollout.enable_rollout_routing_replay=False, "
+                    "or router_replay.mode=R3 to replay it."
+                )
     sites = torch.tensor([site.decoder_layer for site in layout.sites], device=field.device)
     flat = field.values().index_select(1, sites).to(torch.int16)
     limits = torch.tensor([site.num_experts for site in layout.sites], device=flat.device)
     if bool((flat >= limits[:, None]).any()):
-        raise RoutingError(f"{ROUTES} contains the id {int(flat.max())}, but the routers of the model have at most "
-                           f"{int(limits.max())} experts. Do rollout and trainer have the same model?")
+        raise RoutingError(
+            f"{ROUTES} contains the id {int(flat.max())}, but the model's routers have at most {int(limits.max())} "
+            "experts. Give rollout and trainer the same model."
+        )
     ordered = flat.sort(-1).values
     unknown = (flat[..., :1] < 0) | ((ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)).any(-1, keepdim=True)
     unknown[tokens.offsets()[1:] - 1] |= reported

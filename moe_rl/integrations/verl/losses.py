@@ -1,8 +1,7 @@
 """Our objectives as policy losses of verl: `actor.policy_loss.loss_mode="moe_rl:sapo(tau_neg=1.05)"`.
 
-The name is an arm, written as in a study. verl computes advantages, weighs tokens, corrects for the engine of the
-rollout, and adds entropy and KL, by settings of its own. So an arm that says something else about these is refused.
-verl's `clip_ratio_*` are not read: options belong to the arm.
+The name is an arm, written as in a study. verl has settings of its own for advantages, corrections, entropy and KL, so
+an arm with such components is refused. The loss ignores verl's `clip_ratio_*`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,13 @@ from moe_rl.objectives.methods import arm as arm_of
 from moe_rl.registry import Component, Part, needs_of
 
 PREFIX = "moe_rl:"
-AGGREGATIONS = {"token-mean": "token_mean", "token-sum": "token_sum", "seq-mean-token-mean": "seq_mean_token_mean",
-                "seq-mean-token-sum": "seq_mean_token_sum", "seq-mean-token-sum-norm": "seq_mean_token_sum_norm"}
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "token-sum": "token_sum",
+    "seq-mean-token-mean": "seq_mean_token_mean",
+    "seq-mean-token-sum": "seq_mean_token_sum",
+    "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
+}
 """verl's loss_agg_mode and our names."""
 PerToken = Float[Tensor, "batch time"]
 Mask = Bool[Tensor, "batch time"]
@@ -37,8 +41,8 @@ def register_named(loss_function: Any) -> None:
 
 
 def register(name: str) -> None:
-    """Register the loss of this name with verl. Raises ConfigError for an arm that is not there, or that asks for
-    something which verl does not give a policy loss."""
+    """Register the loss of this name with verl. Raises ConfigError for an unknown arm, or for one with components that
+    a policy loss of verl lacks the inputs for."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     if name not in POLICY_LOSS_REGISTRY:
@@ -50,21 +54,35 @@ def loss_of(arm: Arm) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     objective = usable_objective(arm)
     arm = arm.replace(advantage=())  # verl makes them
 
-    def loss(old_log_prob: PerToken, log_prob: PerToken, advantages: PerToken, response_mask: Mask,
-             loss_agg_mode: str = "token-mean", config: Any = None, rollout_is_weights: PerToken | None = None
-             ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
+    def loss(
+        old_log_prob: PerToken,
+        log_prob: PerToken,
+        advantages: PerToken,
+        response_mask: Mask,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: PerToken | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
         mask = response_mask.bool()
         _require_aggregation(arm, loss_agg_mode, config.global_batch_info.get("loss_scale_factor"))
         weights = objective.aggregate(mask) * _share(mask, loss_agg_mode, config.global_batch_info)
         trust = None if rollout_is_weights is None else torch.where(mask, rollout_is_weights, 1)
-        output = policy_loss(arm, logprobs=log_prob, old_logprobs=old_log_prob, mask=mask, weights=weights,
-                             advantages=torch.where(mask, advantages, 0), trust=trust)
-        count = mask.sum().clamp(min=1)
+        output = policy_loss(
+            arm,
+            logprobs=log_prob,
+            old_logprobs=old_log_prob,
+            mask=mask,
+            weights=weights,
+            advantages=torch.where(mask, advantages, 0),
+            trust=trust,
+        )
+        count, dual = mask.sum().clamp(min=1), (output.clipped_by > 0) & (advantages < 0)
         change = torch.where(mask, old_log_prob - log_prob.detach(), 0)
         return output.loss.to(log_prob.dtype), {
-            "actor/pg_clipfrac": (output.clipped_by != 0).sum().item() / count.item(),
-            "actor/pg_clipfrac_lower": (output.clipped_by < 0).sum().item() / count.item(),
-            "actor/ppo_kl": change.sum().item() / count.item()}
+            "actor/pg_clipfrac": ((output.clipped_by != 0) & ~dual).sum().item() / count.item(),
+            "actor/pg_clipfrac_lower": dual.sum().item() / count.item(),  # the other bound where A < 0, as in verl
+            "actor/ppo_kl": change.sum().item() / count.item(),
+        }
 
     return loss
 
@@ -72,20 +90,20 @@ def loss_of(arm: Arm) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
 def _share(mask: Mask, loss_agg_mode: str, batch: Mapping[str, Any]) -> float:
     """What these rows weigh in verl's `agg_loss`, whose counts are of the whole mini-batch, times the ranks, over which
     gradients are averaged."""
-    here, whole = mask.any(1).sum(), batch.get("global_batch_size")
+    here, all_rows = mask.any(1).sum(), batch.get("global_batch_size")
     if loss_agg_mode in ("token-mean", "token-sum"):
-        here, whole = mask.sum(), batch.get("batch_num_tokens") if loss_agg_mode == "token-mean" else None
-    return (batch.get("dp_size") or 1) * (float(here) / whole if whole else 1.0)
+        here, all_rows = mask.sum(), batch.get("batch_num_tokens") if loss_agg_mode == "token-mean" else None
+    return (batch.get("dp_size") or 1) * (float(here) / all_rows if all_rows else 1.0)
 
 
 def _require_aggregation(arm: Arm, loss_agg_mode: str, factor: float | None) -> None:
     aggregate = Component.of(arm.aggregate)
     name, norm = AGGREGATIONS.get(loss_agg_mode), loss_agg_mode == "seq-mean-token-sum-norm"
     if aggregate.name != name or dict(aggregate.options) != ({"horizon": factor} if norm else {}):
-        wanted = mode_of(aggregate)
-        raise ConfigError(f"the arm {arm.name!r} has aggregate={aggregate}, but actor.loss_agg_mode={loss_agg_mode!r} "
-                          f"and loss_scale_factor={factor}. Set loss_agg_mode={wanted and wanted[0]!r} and its factor, "
-                          f"or aggregate={name} in the arm.")
+        raise ConfigError(
+            f"the arm {arm.name!r} has aggregate={aggregate}, but actor.loss_agg_mode={loss_agg_mode!r} and "
+            f"loss_scale_factor={factor}. Set both to what the arm has, or aggregate={name} in the arm."
+        )
 
 
 def mode_of(aggregate: Part) -> tuple[str, float | None] | None:
@@ -97,31 +115,33 @@ def mode_of(aggregate: Part) -> tuple[str, float | None] | None:
 
 def _is_group(step: Component) -> bool:
     """Whether a step to advantages is what verl's GRPO computes."""
-    return step.name in ("group", "normalized") and all(step.options.get(of, "group") == "group"
-                                                        for of in ("center", "scale"))
+    return step.name in ("group", "normalized") and all(
+        step.options.get(of, "group") == "group" for of in ("center", "scale")
+    )
 
 
 def usable_objective(arm: Arm) -> Objective:
-    """The arm's objective. Raises ConfigError for components that a policy loss of verl is given nothing for."""
+    """The arm's objective. Raises ConfigError for components that a policy loss of verl lacks the inputs for."""
     objective = objective_of(arm)
     steps = arm.advantage if isinstance(arm.advantage, tuple) else (arm.advantage,)
+    live = Component.of(arm.routes).name == "live" and arm.ratio_routes is None
     elsewhere = {
-        "filters": (bool(arm.filters), "use algorithm.rollout_correction, which masks tokens"),
-        "routes": (Component.of(arm.routes).name != "live" or arm.ratio_routes is not None,
-                   "set actor.fsdp_config.router_replay.mode"),
-        "advantage": (not all(map(_is_group, map(Component.of, steps))),
-                      "set algorithm.adv_estimator, use_kl_in_reward and the like"),
-        "anchor": (arm.anchor != "policy", "set algorithm.rollout_correction.bypass_mode=True"),
-        "corrections": (any("policy" not in needs_of(one) for one in objective.corrections),
-                        "use algorithm.rollout_correction, whose weights every loss here takes"),
-        "terms": (any(needs_of(one) for one in objective.terms.values()),
-                  "use actor.use_kl_loss, kl_loss_coef and entropy_coeff"),
+        "filters": (arm.filters, "algorithm.rollout_correction"),
+        "routes": (not live, "actor.fsdp_config.router_replay.mode"),
+        "advantage": (not all(_is_group(Component.of(step)) for step in steps), "algorithm.adv_estimator"),
+        "anchor": (arm.anchor != "policy", "algorithm.rollout_correction.bypass_mode=True"),
+        "corrections": (
+            any("policy" not in needs_of(part) for part in objective.corrections),
+            "algorithm.rollout_correction",
+        ),
+        "terms": (
+            any(needs_of(part) for part in objective.terms.values()),
+            "actor.use_kl_loss, kl_loss_coef and entropy_coeff",
+        ),
     }
-    for field, (found, remedy) in elsewhere.items():
-        if found:
-            raise ConfigError(f"the arm {arm.name!r} cannot be a policy loss of verl with its {field}. "
-                              f"Remove it from the arm, and {remedy}.")
+    for field, (has, setting) in elsewhere.items():
+        if has:
+            raise ConfigError(f"{field} of the arm {arm.name!r} are settings of verl: remove them, and set {setting}.")
     if needed := sorted(objective.needs - {"policy"}):
-        raise ConfigError(f"the arm {arm.name!r} cannot be a policy loss of verl, which does not provide "
-                          f"{', '.join(needed)}")
+        raise ConfigError(f"the arm {arm.name!r} needs {', '.join(needed)}, which verl does not give a policy loss.")
     return objective

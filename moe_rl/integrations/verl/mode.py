@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component, lookup
-from moe_rl.routing.sources import BASES, SOURCES
+from moe_rl.routing.sources import SOURCES
 
 PREFIX = "moe_rl:"
-NAMES = {"R2": "old_policy", "R3": "rollout"}
+NAMES = {"disabled": "live", "R2": "old_policy", "R3": "rollout"}
 OF_OLD_POLICY = {"random_share", "by_layer", "by_margin", "by_probability"}
 """Sources that force nothing but π_old's own choices, unless their base is the rollout: one scoring of π_old serves."""
 COUNTS = ("measured_sequences", "updates_per_step")
-REFUSED = {"recall": "it forces combine weights, which verl's field of routes has no room for",
-           "under_noise": "it scores the policy with other routers, which an engine of verl does not"}
+REFUSED = {
+    "recall": "it forces combine weights, which verl's field of routes has no room for",
+    "under_noise": "it scores the policy with other routers, which an engine of verl does not",
+}
 
 
 @dataclass(frozen=True)
@@ -28,31 +29,26 @@ class Mode:
     measured_sequences: int = 0
     """Sequences of each rank that are scored before and after every update, to measure how many experts change."""
     updates_per_step: int = 0
-    """Where it is given, what is measured is logged of every update, too, beside the means over those of a step."""
+    """Updates whose measurements are logged one by one, beside their means over a step; 0: none."""
 
     @staticmethod
     def of(config: Any) -> Mode:
-        """Of verl's dataclass, or of the mapping that keys given by hand become. Raises ConfigError for a key, a source
-        or an option that is not there, and for a source that verl cannot carry out."""
-        given = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config or {})
-        text, counts = given.pop("mode", None) or "disabled", {name: given.pop(name, 0) for name in COUNTS}
-        unknown = {name for name, value in given.items() if name != "_target_" and value is not None}
-        unknown |= {f"{name}={n!r}" for name, n in counts.items() if not isinstance(n, int) or n < 0}
-        if unknown:
-            raise ConfigError(f"router_replay has {', '.join(sorted(unknown))}. Use mode, and measured_sequences (a "
-                              "number per rank) and updates_per_step, both 0 for none.")
-        if not isinstance(text, str) or not (text in (*NAMES, "disabled") or text.startswith(PREFIX)):
-            raise ConfigError(f"router_replay.mode={text!r}: choose disabled, R2, R3 or {PREFIX}SOURCE, for example "
-                              f"'{PREFIX}soft(ratio=0.5)'.")
-        name = "live" if text == "disabled" else NAMES.get(text, text.removeprefix(PREFIX))
-        mode = Mode(Component.read(name), **counts)
+        """Of verl's dataclass, or of the mapping that keys given by hand become. Raises ConfigError for an unknown key,
+        source or option, and for a source that verl cannot carry out."""
+        settings = asdict(config) if is_dataclass(config) and not isinstance(config, type) else dict(config or {})
+        text, counts = settings.pop("mode", None) or "disabled", {name: settings.pop(name, 0) for name in COUNTS}
+        wrong = [name for name, value in settings.items() if name != "_target_" and value is not None]
+        wrong += [f"{name}={n!r}" for name, n in counts.items() if not isinstance(n, int) or n < 0]
+        if wrong:
+            raise ConfigError(
+                f"router_replay has {', '.join(wrong)}. Use mode, and numbers for {' and '.join(COUNTS)}."
+            )
+        if text not in NAMES and not str(text).startswith(PREFIX):
+            raise ConfigError(f"router_replay.mode={text!r}: choose disabled, R2, R3 or '{PREFIX}soft(ratio=0.5)'.")
+        mode = Mode(Component.read(NAMES.get(text, text.removeprefix(PREFIX))), **counts)
         if mode.source.name in REFUSED:
             raise ConfigError(f"router_replay.mode={text!r} cannot run in verl: {REFUSED[mode.source.name]}.")
         mode.function()
-        base, ratio = mode.source.options.get("base", "old_policy"), mode.source.options.get("ratio", 0)
-        if base not in BASES or not isinstance(ratio, int | float) or not 0 <= ratio < math.inf:
-            raise ConfigError(f"router_replay.mode={text!r}: base must be one of {', '.join(BASES)}, and ratio a "
-                              "number of at least 0")
         return mode
 
     @property
@@ -62,8 +58,8 @@ class Mode:
 
     @property
     def routes(self) -> str:
-        """What an update replays: "" nothing, "recorded" π_old's own routes, "reported" the rollout's as they are,
-        "made" those that the source makes of either."""
+        """What an update replays: "" nothing, "recorded" π_old's own routes, "reported" the rollout's, "made" what
+        the source makes of either."""
         if self.source.name in ("old_policy", "rollout", "soft"):
             return "reported" if self.of_rollout else "recorded"
         return "" if self.source.name == "live" else "made"

@@ -12,21 +12,26 @@ from moe_rl.tasks.base import checked_reward, load_task
 from moe_rl.types import Prompt
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any], **_: Any
-                  ) -> dict[str, float]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any], **_: Any
+) -> dict[str, float]:
     """The task's reward, in [0, 1], and as `acc` whether it is 1."""
-    prompt = Prompt(text=extra_info["text"], answer=json.loads(extra_info["answer"]),
-                    entry=json.loads(extra_info["entry"]))
+    answer, entry = json.loads(extra_info["answer"]), json.loads(extra_info["entry"])
+    prompt = Prompt(text=extra_info["text"], answer=answer, entry=entry)
     reward = checked_reward(_task(extra_info["task"]), prompt, solution_str)
     return {"score": reward, "acc": float(reward >= 1)}
 
 
 def row_of(task: str, prompt: Prompt, index: int) -> dict[str, Any]:
     """A row of verl's dataset; `task` is the JSON of the task's component."""
-    extra = {"index": index, "task": task, "text": prompt.text, "answer": json.dumps(prompt.answer),
-             "entry": json.dumps(prompt.entry)}
-    return {"data_source": "moe_rl", "prompt": [{"role": "user", "content": prompt.text}], "ability": "task",
-            "reward_model": {"style": "rule", "ground_truth": prompt.answer or ""}, "extra_info": extra}
+    answer, entry = json.dumps(prompt.answer), json.dumps(prompt.entry)
+    return {
+        "data_source": "moe_rl",
+        "prompt": [{"role": "user", "content": prompt.text}],
+        "ability": "task",
+        "reward_model": {"style": "rule", "ground_truth": prompt.answer or ""},
+        "extra_info": {"index": index, "task": task, "text": prompt.text, "answer": answer, "entry": entry},
+    }
 
 
 @functools.cache

@@ -22,25 +22,31 @@ import pandas as pd
 from moe_rl import ranks
 from moe_rl.config import RunConfig, plain
 from moe_rl.errors import ConfigError, RunError, Stopped
+from moe_rl.integrations.slurm import search_path
 from moe_rl.integrations.verl import log, reward
 from moe_rl.integrations.verl.rollouts import read_rollouts
 from moe_rl.integrations.verl.settings import Data, check_settings, overrides_of
 from moe_rl.registry import Component
-from moe_rl.storage.folder import RunFolder
-from moe_rl.study.workers import search_path
+from moe_rl.storage.folder import RunFolder, write_text
 
 Listener = Callable[[dict[str, list[dict[str, Any]]]], None]
+CAUTION = (
+    "verl and our trainer use the same prompts, but other mini-batches and another order of samples. With one seed "
+    "their values differ."
+)
+ROUNDED = (
+    "model.dtype=bfloat16: verl's AdamW then trains bfloat16 weights, which round most small steps away. For float32 "
+    "weights, use model.dtype=float32 with policy=fsdp(compute_dtype=bfloat16) and engine=vllm(dtype=bfloat16)."
+)
 
 
 def check(run: RunConfig, *, settings: Sequence[str] = ()) -> list[str]:
     """Raise ConfigError for what verl cannot do of a run; return what differs from our trainer."""
     if ranks.launched():
-        raise ConfigError("--trainer verl does not work under torchrun. Leave torchrun out, and use --set "
-                          "verl.trainer.n_gpus_per_node=8.")
+        raise ConfigError("--trainer verl does not work under torchrun. Set verl.trainer.n_gpus_per_node instead.")
     check_settings(run)
     overrides_of(run, Path(), settings)
-    return ["verl and our trainer use the same prompts, but other mini-batches and another order of samples. With one "
-            "seed their values differ."]
+    return [CAUTION, ROUNDED] if run.model.dtype == "bfloat16" else [CAUTION]
 
 
 def command(run: RunConfig, folder: Path, *, settings: Sequence[str] = ()) -> str:
@@ -49,12 +55,18 @@ def command(run: RunConfig, folder: Path, *, settings: Sequence[str] = ()) -> st
     return shlex.join(words)
 
 
-def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener = lambda rows: None,
-            settings: Sequence[str] = ()) -> None:
+def execute(
+    run: RunConfig,
+    folder: RunFolder,
+    *,
+    cache: Path,
+    listen: Listener = lambda rows: None,
+    settings: Sequence[str] = (),
+) -> None:
     """Carry out a run by verl, in a process of its own, and read what it logs.
 
     Raises ConfigError without verl; RunError where verl fails, and where moe_rl was not active in its workers; Stopped
-    where the run is told to stop.
+    where the run gets the signal to stop.
     """
     if importlib.util.find_spec("verl") is None:
         raise ConfigError("--trainer verl needs verl: pip install verl==0.9.1")
@@ -65,9 +77,13 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener 
     variables = {"VERL_FILE_LOGGER_PATH": str(logs[-1]), "PYTHONPATH": os.pathsep.join(search_path())}
     if (engine := Component.of(run.engine)).own:
         variables["VERL_USE_EXTERNAL_MODULES"] = engine.name.partition(":")[0]
-    words = [sys.executable, "-m", "moe_rl.integrations.verl.main", *overrides_of(run, place, settings),
-             *(f"++ray_kwargs.ray_init.runtime_env.env_vars.{name}={json.dumps(text)}"
-               for name, text in variables.items())]
+    words = [
+        sys.executable,
+        "-m",
+        "moe_rl.integrations.verl.main",
+        *overrides_of(run, place, settings),
+        *(f"++ray_kwargs.ray_init.runtime_env.env_vars.{name}={json.dumps(text)}" for name, text in variables.items()),
+    ]
     process = subprocess.Popen(words, env=os.environ | variables, cwd=place, stdin=subprocess.PIPE)
     try:
         _follow(process, folder, logs, listen)
@@ -82,25 +98,29 @@ def execute(run: RunConfig, folder: RunFolder, *, cache: Path, listen: Listener 
         raise RunError(f"verl ended after step {last} of {run.steps}. {printed}")
     if run.measure.rollouts:
         rows["rollouts"] = read_rollouts(place / "rollouts", run.steps, run.measure.rollouts)
-    for table, found in rows.items():
-        folder.add(table, [row for row in found if row["step"] > folder.step or not folder.step])
-    folder.commit(run.steps, lambda target: json.dump(f"{place / 'checkpoints'}", (target / "where.json").open("w")))
+    for name, table in rows.items():
+        folder.add(name, [row for row in table if row["step"] > folder.step or not folder.step])
+    where = json.dumps(f"{place / 'checkpoints'}")
+    folder.commit(run.steps, lambda target: write_text(target / "where.json", where))
     folder.finish()
 
 
 def _follow(process: subprocess.Popen, folder: RunFolder, logs: list[Path], listen: Listener) -> None:
-    """Until verl's process has ended, give the rows of every new step to `listen`."""
-    seen = folder.step
-    while process.poll() is None:
+    """Give the rows of every new step to `listen`, until verl's process has ended."""
+    seen, places, running = folder.step, dict.fromkeys(logs, 0), True
+    while running:
         time.sleep(1)
+        running = process.poll() is None
         if folder.stopping():
-            raise Stopped(f"{folder.path} was told to stop. Repeat the command to continue from the last checkpoint of "
-                          "verl.")
-        if not logs[-1].exists() or not logs[-1].read_text().strip():
-            continue
-        rows = log.read_log(logs)
-        for seen in [row["step"] for row in rows["steps"] if row["step"] > seen]:
-            listen({table: [row for row in found if row["step"] == seen] for table, found in rows.items()})
+            raise Stopped(
+                f"{folder.path} was told to stop. Repeat the command to continue from the last checkpoint of verl."
+            )
+        for file in filter(Path.exists, logs):
+            added, places[file] = log.entries(file, places[file])
+            for step, values in added:
+                if step > seen:
+                    seen = step
+                    listen(log.tables_of({step: values}))
 
 
 def _write_data(run: RunConfig, place: Path) -> None:

@@ -1,30 +1,35 @@
-"""What an inference engine of its own is asked for, and what it sends back, read strictly and made into `Rollout`s."""
+"""Requests to an inference engine, and its answers, read strictly and made into `Rollout`s."""
 
 from __future__ import annotations
 
-import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_rl.errors import ConfigError, RoutingError, RunError
+from moe_rl.config import ModelConfig
+from moe_rl.errors import RoutingError, RunError
 from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes
-from moe_rl.rollouts.engine import ROUTES, before_stop, completion_text, end_tokens
+from moe_rl.models.load import skeleton
+from moe_rl.rollouts.engine import before_stop, check_request, completion_text, context_length, end_tokens
+from moe_rl.rollouts.turns import generate_by_turns
 from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import Prompt, Rollout, Sampling
+from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def common_settings(sampling: Sampling, ends: list[int]) -> dict[str, Any]:
-    """What vLLM and SGLang call alike. Everything is said, since a server fills gaps from the model's generation
-    config."""
+def vllm_settings(sampling: Sampling, seed: int, ends: list[int]) -> dict[str, Any]:
+    """vLLM's `SamplingParams`, as its server takes them, too. Complete, since a server fills gaps from the model's
+    generation config."""
     return {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "stop": list(sampling.stop),
@@ -34,12 +39,17 @@ def common_settings(sampling: Sampling, ends: list[int]) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+        "logprobs": 0,
     }
 
 
-def vllm_settings(sampling: Sampling, seed: int, ends: list[int]) -> dict[str, Any]:
-    """vLLM's `SamplingParams`, as its servers take them, too."""
-    return {**common_settings(sampling, ends), "max_tokens": sampling.max_new_tokens, "seed": seed, "logprobs": 0}
+def is_finished(reason: str | None) -> bool:
+    """Whether a completion ended by itself. Raises RunError for another reason than that and the length limit."""
+    if reason not in ("stop", "length"):
+        raise RunError(f"the engine ended a completion with {reason!r} instead of 'stop' or 'length'")
+    return reason == "stop"
 
 
 @dataclass(frozen=True)
@@ -57,19 +67,18 @@ class Answer:
 
 
 class Reader:
-    """Makes rollouts of one model's answers. An answer that would train on something else than was sampled is an error.
-    Of the `model`, which may be without weights, it knows vocabulary, layers and routing sites.
+    """Makes rollouts of one model's answers. Raises where tokens, log-probs or routes cannot be what was sampled. The
+    `model` gives vocabulary, layers and routing sites; it may be without weights.
 
-    `routes` says what becomes of routes that are missing or impossible (all zero, an expert twice, the wrong number of
-    rows): `raise` refuses them; `unknown` makes them unknown, so that replay routes there freely, and `refused` counts
-    them; with `off` no rollout has routes.
+    `routes` decides about routes that are missing or impossible (all zero, an expert twice, the wrong number of rows):
+    `raise` refuses them; `unknown` makes them unknown, so that replay routes there freely, and `refused` counts them;
+    with `off` no rollout has routes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, routes: str = "raise"):
-        if routes not in ROUTES:
-            raise ConfigError(f"engine.routes is {routes!r}; choose {', '.join(ROUTES)}.")
         self.tokenizer, self.layout, self.ends = tokenizer, layout_of(model), end_tokens(model, tokenizer)
-        self.vocabulary, self.num_layers = model.config.vocab_size, model.config.num_hidden_layers
+        config: Any = model.config.get_text_config()
+        self.vocabulary, self.num_layers = config.vocab_size, config.num_hidden_layers
         self.routes = routes
         self.refused = 0
         """Rows (token × site) whose routes were missing or impossible, so far."""
@@ -94,9 +103,9 @@ class Reader:
             )
 
     def asked(self, prompt: Prompt, sampling: Sampling) -> Sampling:
-        """What an engine is asked for. After a prompt that ends within a character, as the part of a response may, it
-        gets no stop strings, and `read` ends the completion: vLLM (seen in 0.30.0) takes the text of all such a prompt
-        for drawn, and finds them there."""
+        """What to request. After a prompt that ends within a character, as a part of a response may, there are no stop
+        strings, and `read` ends the completion: vLLM (0.30.0) takes the text of such a prompt for sampled, and finds
+        stop strings there."""
         within = sampling.stop and self._text(prompt.tokens[-4:]).endswith("\ufffd")
         return replace(sampling, stop=()) if within else sampling
 
@@ -110,14 +119,11 @@ class Reader:
         if not tokens or len(tokens) != len(logprobs) or len(tokens) > sampling.max_new_tokens:
             raise RunError(
                 f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probabilities; expected 1 to "
-                f"{sampling.max_new_tokens} of each. Does it have another API?"
+                f"{sampling.max_new_tokens} of each"
             )
         if odd := [t for t in tokens if not (isinstance(t, Integral) and 0 <= int(t) < self.vocabulary)]:
-            raise RunError(
-                f"the engine returned the token {odd[0]!r}, but ids of the model run from 0 to {self.vocabulary - 1}. "
-                "Does it serve another model, or have another API?"
-            )
-        if odd := [x for x in logprobs if not (isinstance(x, Real) and math.isfinite(x) and x <= 1e-4)]:
+            raise RunError(f"the engine returned the token {odd[0]!r}; ids of the model end at {self.vocabulary - 1}")
+        if odd := [x for x in logprobs if not (isinstance(x, Real) and -9999 < float(x) <= 1e-4)]:  # −9999: −inf
             raise RunError(f"the engine returned {odd[0]!r} as the log-probability of a sampled token")
         drawn, finished = prompt.tokens + tokens, answer.finished
         if self.asked(prompt, sampling) != sampling:
@@ -138,38 +144,85 @@ class Reader:
 
     def _check_end(self, tokens: tuple[int, ...], text: str, finished: bool, sampling: Sampling) -> None:
         """Engine and trainer must agree on what ends a completion, or the policy never learns to end one."""
-        late = next((t for t in tokens[:-1] if t in self.ends), None)
-        if late is not None:
-            raise RunError(f"the engine continued after the end token {late}. Start it with the tokenizer of this "
-                           "model.")
         stopped = tokens[-1] in self.ends or any(stop in text for stop in sampling.stop)
-        if finished != stopped:
+        if finished != stopped or not self.ends.isdisjoint(tokens[:-1]):
             raise RunError(
-                f"a completion {('ended' if finished else 'was cut off')} with the token {tokens[-1]} (end tokens: "
-                f"{sorted(self.ends)}) and the text {text[-20:]!r} (stop strings: {sampling.stop}). Set the engine to "
-                "keep end tokens and stop strings."
+                f"a completion {'ended' if finished else 'was cut off'} with the tokens {tokens[-4:]} and the text "
+                f"{text[-20:]!r}, but ends are {sorted(self.ends)} and {sampling.stop}. Start the engine with the "
+                "tokenizer of this model, and so that it returns end tokens and stop strings."
             )
 
     def _routes(self, tokens: tuple[int, ...], payload: Any) -> RoutingTrace:
         """Decoded routes. With `unknown`, rows that cannot be routes are unknown, all of them where nothing fits."""
-        layout = self.layout
+        strict, layout = self.routes == "raise", self.layout
+        invalid = "raise" if strict else "unknown"
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RoutesRefused)  # `read` says it once for all answers
-                invalid = "raise" if self.routes == "raise" else "unknown"
+                warnings.simplefilter("ignore", RoutesRefused)  # `warn` counts them over all answers
                 trace = decode_routes(
                     payload, layout=layout, tokens=tokens, num_layers=self.num_layers, invalid=invalid
                 )
         except RoutingError:
-            if self.routes == "raise":
+            if strict:
                 raise
             shape = (1, len(tokens) - 1, len(layout.sites), layout.top_k)
             trace = RoutingTrace.from_ids(torch.full(shape, -1), layout, tokens=torch.tensor([tokens[:-1]]))
-        if self.routes == "raise" and trace.coverage < 1:
-            missing = int((~trace.known).sum())
+        missing = int((~trace.known).sum())
+        if strict and missing:
             raise RoutingError(
-                f'the engine reports no routing for {missing} of {trace.known.numel()} (token, layer) rows of a '
+                f"the engine reports no routing for {missing} of {trace.known.numel()} (token, layer) rows of a "
                 'completion. With engine.routes="unknown" they route freely under replay and are counted.'
             )
-        self.refused += int((~trace.known).sum())
+        self.refused += missing
         return trace
+
+
+class CompletionEngine(ABC):
+    """The verb `generate` of an engine that completes prompts, each by a request of its own. `folder` has the model's
+    config and tokenizer; `most` is a limit on the tokens of prompt and completion, beside the model's."""
+
+    def __init__(
+        self, folder: Path, tokenizer: PreTrainedTokenizerBase, routes: str, dtype: str | None, most: int | None = None
+    ):
+        self.model = skeleton(ModelConfig(name=str(folder)))
+        self.reader = Reader(tokenizer, self.model, routes)
+        self.reports_routes, self.dtype, self.pushes = routes != "off", dtype, 0
+        limits = (most, context_length(self.model.config))
+        self.context = min((limit for limit in limits if limit), default=None)
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        *,
+        key: tuple[int, ...],
+        sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Rollout]:
+        """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`."""
+        check_request(prompts, group_size, sampling, self.context)
+        reader, draw = self.reader, partial(self._draw, sampling)
+        rollouts = generate_by_turns(
+            draw, reader.tokenizer, reader.ends, prompts, group_size, key=key, sampling=sampling, reply=reply
+        )
+        self.finish()
+        return rollouts
+
+    def _draw(
+        self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
+    ) -> list[Rollout]:
+        """A completion of every prompt; see `turns.Draw`."""
+        asked = [
+            replace(self.reader.asked(prompt, sampling), max_new_tokens=room)
+            for prompt, room in zip(prompts, most, strict=True)
+        ]
+        return self.complete(prompts, asked, noise, sampling)
+
+    @abstractmethod
+    def complete(
+        self, prompts: list[Prompt], asked: list[Sampling], noise: list[tuple[int, ...]], sampling: Sampling
+    ) -> list[Rollout]:
+        """A completion of every prompt, drawn as `asked` and read as `sampling`."""
+
+    def finish(self) -> None:  # noqa: B027
+        """After the last request of a `generate`."""

