@@ -1,4 +1,5 @@
-"""The site of `make docs`: README, these pages, the studies' pages, and a page for each module from its docstrings."""
+"""The MoE layer of `make docs`: README, these pages, the studies' pages, and a page for each module from its
+docstrings."""
 
 from __future__ import annotations
 

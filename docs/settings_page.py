@@ -22,7 +22,7 @@ in `moe_rl/config.py`.
 |---|---|
 | study file | `RunConfig(arm=…, optimizer=Optimizer(lr=1e-4))` |
 | command line | `--set optimizer.lr=1e-4`; arms with `--arm`, seeds and steps with `--seeds` and `--steps` |
-| `factors` and `cells` of a study | dotted keys, such as `optimizer.lr` |
+| `factors` and `conditions` of a study | dotted keys, such as `optimizer.lr` |
 
 The manifest of a run contains all settings. A `Part` is a name, or a `Component` with options, which
 `--set task.digits=8` sets."""

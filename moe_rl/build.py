@@ -39,7 +39,7 @@ from moe_rl.rollouts.batches import Collector
 from moe_rl.rollouts.engine import check_request, context_length, end_tokens, sampling_of
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.log import GapFiles, rollout_rows
-from moe_rl.routing.sites import layout_of
+from moe_rl.routing.moe_layers import layout_of
 from moe_rl.routing.sources import SOURCES
 from moe_rl.storage.folder import RunFolder, SharedFolder, read_json, write_json
 from moe_rl.storage.lock import Lock

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 FULL = r"out of ?memory|(can't|cannot|unable to) allocate|not enough memory|alloc_failed"
 """The texts of the errors of torch's CPU allocator, CUDA and the system, which have no class of their own."""
@@ -56,3 +58,53 @@ def name_full_memory(run: Any) -> Iterator[None]:
             f"micro_batch={run.micro_batch}, set micro_batch_tokens={run.micro_batch_tokens} lower, or turn "
             f"activation_checkpointing={run.activation_checkpointing} on. The same command goes on."
         ) from error
+
+
+# ---------------------------------------------------------------------- names of before 0.2, which work until 0.3
+OLD_NAMES = (
+    "names of columns and settings from before 0.2. Rename them: python studies/migrate.py FOLDER (in the repository)"
+)
+"""The end of an error about a folder of tables with old names."""
+Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def warn_of(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that a name has another one since 0.2."""
+    text = f"{old} is called {new} since moe_rl 0.2; 0.3 will not know the old name"
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
+
+
+def renamed_arguments(**names: str) -> Callable[[Function], Function]:
+    """A function that also takes the old names, `old="new"`, of its keyword arguments."""
+
+    def wrap(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **arguments: Any) -> Any:
+            for old in names.keys() & arguments.keys():
+                warn_of(f"{function.__qualname__}({old}=…)", names[old])
+                if names[old] in arguments:
+                    raise TypeError(f"{function.__qualname__} got both {old} and {names[old]}, which are one")
+                arguments[names[old]] = arguments.pop(old)
+            return function(*args, **arguments)
+
+        return cast(Function, call)
+
+    return wrap
+
+
+def renamed(**names: str) -> Callable[[Class], Class]:
+    """A class whose attributes, and arguments of whose constructor, also have the old names, `old="new"`."""
+
+    def wrap(cls: Class) -> Class:
+        for old, new in names.items():
+
+            def get(self: Any, old: str = old, new: str = new) -> Any:
+                warn_of(f"{cls.__name__}.{old}", new)
+                return getattr(self, new)
+
+            setattr(cls, old, property(get))
+        cls.__init__ = renamed_arguments(**names)(cls.__init__)  # type: ignore[misc]
+        return cls
+
+    return wrap

@@ -2,10 +2,9 @@
 
 Everything that needs no extra forward is taken from all tokens at every update. The rest is measured on a *probe*: the
 first few responses of every (randomly drawn) mini-batch of the first epoch. Each step the probe is scored twice under
-the new weights, naturally and replaying the old policy's routes; every few steps the *detail* follows single updates.
-Volatility compares natural routes, in every arm. A study that measures more passes a subclass of `Recorder` to the
-trainer.
-"""
+the new weights, without replay and replaying the old policy's routes; every few steps the *detail* follows single
+updates. Volatility compares unconstrained routes, in every arm. A study that measures more passes a subclass of
+`Recorder` to the trainer."""
 
 from __future__ import annotations
 
@@ -73,14 +72,14 @@ class Recorder:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     # ------------------------------------------------------------------ one step, in the order of its calls
-    def begin(self, step: int, batch: Batch, natural: Scored, split: list[Tensor]) -> None:
-        """Before the first update. `natural` is the policy's scoring of the batch under the weights that training
+    def begin(self, step: int, batch: Batch, unconstrained: Scored, split: list[Tensor]) -> None:
+        """Before the first update. `unconstrained` is the policy's scoring of the batch under the weights that training
         begins with, `split` the rows of every update's mini-batch, epoch after epoch."""
-        self.step, self.batch, self.natural, self.split = step, batch, natural, split
+        self.step, self.batch, self.unconstrained, self.split = step, batch, unconstrained, split
         if self.run.truncates and self.run.sampling_mask and batch.kept is None:
             warnings.warn("the engine does not report what sampling kept: log-probs are over all tokens", stacklevel=2)
         self.lags = None if batch.sampled_at is None else step - 1 - batch.sampled_at
-        """Steps between the weights that drew a response token and those of `natural`."""
+        """Steps between the weights that drew a response token and those of `unconstrained`."""
         self.fresh = self.lags is None or not bool(self.lags[batch.response_mask].any())
         self.updates: list[Row] = []
         self.per_epoch = len(split) // self.run.epochs
@@ -95,7 +94,9 @@ class Recorder:
             detail = self.step % self.run.measure.detail_every == 0
             # An engine is compared with the policy at equal weights.
             probed = self.batch if self.fresh else replace(self.batch, rollout_routes=None)
-            self.probe = Probe(self.policy, probed, self.natural, self.split, self.run.measure, detail, self.timed)
+            self.probe = Probe(
+                self.policy, probed, self.unconstrained, self.split, self.run.measure, detail, self.timed
+            )
         return self.probe
 
     def before(self, update: int, mini_batch: MiniBatch, probed: Row) -> None:
@@ -113,10 +114,10 @@ class Recorder:
         """After that update of `mini_batch`; `probed` is the row of `Probe.score_after`."""
         with self.timed("measure"):
             index, width = self.split[update], mini_batch.tokens.shape[1]
-            natural = self.natural.rows(index, width)
+            unconstrained = self.unconstrained.rows(index, width)
             own = mini_batch.ratio_logprobs
             log_ratio = (updated.logprobs if own is None else own) - mini_batch.old_logprobs
-            self.updates[-1] |= update_row(mini_batch, log_ratio, updated, natural) | probed
+            self.updates[-1] |= update_row(mini_batch, log_ratio, updated, unconstrained) | probed
             rows = index + update // self.per_epoch * len(self.batch)
             self.log_ratio[rows, :width], self.clipped_by[rows, :width] = log_ratio, updated.clipped_by
             self.routes.append(updated.routes if updated.preferred is None else updated.preferred)
@@ -124,12 +125,12 @@ class Recorder:
 
     def end(self, push_gap: float | None, probed: tuple[Row, list[Row]]) -> Rows:
         """After the weights went to the engine: the rows of the step. `push_gap` is what that check found, in nats;
-        `probed`: what `Probe.score_at_end` says of the step and of each site."""
+        `probed`: what `Probe.score_at_end` says of the step and of each MoE layer."""
         with self.timed("measure"):
-            of_step, sites = probed
-            nothing: tuple[Row, list[Row]] = {}, [{} for _ in sites]
-            engine, engine_sites = engine_row(self.batch, self.natural) if self.fresh else nothing
-            row = {"step": self.step, **batch_row(self.batch, self.natural), **of_step, **engine}
+            of_step, moe_layers = probed
+            nothing: tuple[Row, list[Row]] = {}, [{} for _ in moe_layers]
+            engine, engine_moe_layers = engine_row(self.batch, self.unconstrained) if self.fresh else nothing
+            row = {"step": self.step, **batch_row(self.batch, self.unconstrained), **of_step, **engine}
             row |= ratio_row(self.batch, self.log_ratio, self.clipped_by, self.counted)
             row |= {} if push_gap is None else {"push_gap_max": push_gap}
             for name in ("grad_norm", "grad_clipped", "grad_cosine", "weights_changed"):
@@ -140,7 +141,7 @@ class Recorder:
                 of_tokens = self.lags[self.batch.response_mask].double()
                 row |= {"lag_mean": of_tokens.mean().item(), "lag_max": of_tokens.max().item()}
             row["first_update_log_ratio_max"] = self.updates[0]["token_log_ratio_max"]
-        layers = [{"step": self.step} | a | b for a, b in zip(sites, engine_sites, strict=True)]
+        layers = [{"step": self.step} | a | b for a, b in zip(moe_layers, engine_moe_layers, strict=True)]
         return {"steps": [row], "updates": self.updates, "layers": layers} | ({"lags": by_lag} if by_lag else {})
 
     def _by_lag(self) -> list[Row]:
@@ -152,7 +153,7 @@ class Recorder:
         for lag in self.lags[self.batch.response_mask].unique().tolist():
             part = replace(self.batch, response_mask=self.batch.response_mask & (self.lags == lag))
             counted = self.counted & part.response_mask.repeat(self.run.epochs, 1)
-            gap = engine_row(part, self.natural)[0]
+            gap = engine_row(part, self.unconstrained)[0]
             rows.append(
                 {"step": self.step, "lag": lag, "lag_tokens": int(part.response_mask.sum())}
                 | {name.replace("engine", "stale"): x for name, x in gap.items() if name != "engine_unknown"}
@@ -161,13 +162,13 @@ class Recorder:
         return rows
 
     def flips(self, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows time"]:
-        """At how many sites the routers chose another set for a token than π_old's did, or would have chosen under
+        """At how many MoE layers the routers chose another set for a token than π_old's did, or would have chosen under
         replay, right before the last update on it; for some rows of the batch. Where a route is unknown none counts."""
         flips = torch.zeros(len(rows), self.batch.tokens.shape[1], dtype=torch.long)
         for index, routes in zip(self.split, self.routes, strict=True):
             here, there = (index[:, None] == rows).nonzero().T
             now = routes.rows(here)
-            old = self.natural.routes.rows(rows[there], now.shape[1])
+            old = self.unconstrained.routes.rows(rows[there], now.shape[1])
             changed = ~old.same_sets(now) & old.known & now.known
             flips[there, 1 : now.shape[1]] = changed.sum(-1)[:, :-1].cpu()  # decided where it is no input yet
         return flips
@@ -197,7 +198,7 @@ class Probe:
         self,
         policy: Policy,
         batch: Batch,
-        natural: Scored,
+        unconstrained: Scored,
         split: list[Tensor],
         settings: Measure,
         detail: bool,
@@ -206,17 +207,17 @@ class Probe:
         first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
         per_mini_batch = len(batch) if settings.full else max(1, settings.responses // first)
         self.policy, self.detail, self.timed = policy, detail or settings.full, timed
-        self.step_batch, self.natural = batch, natural
+        self.step_batch, self.unconstrained = batch, unconstrained
         self.parts = [index[:per_mini_batch] for index in split]
         rows = torch.cat(self.parts[:first])
         self.batch = batch.rows(rows)
-        self.old = natural.rows(rows, self.batch.tokens.shape[1])
+        self.old = unconstrained.rows(rows, self.batch.tokens.shape[1])
         self.scores = policy.score(self.batch, scores=True).scores if self.detail else None
         self.engine = self._engine_replayed() if self.detail else {}
         self.routes = self.old.routes
-        """Natural routes after the last update that was followed."""
+        """Unconstrained routes after the last update that was followed."""
         self.followed: list[list[Row]] = []
-        """What each of these updates changed, a row per site."""
+        """What each of these updates changed, a row per MoE layer."""
 
     def score_before(self, update: int) -> Row:
         """Detail: attribution on the mini-batch about to be updated (undefined at the first: nothing has moved)."""
@@ -224,10 +225,10 @@ class Probe:
             return {}
         with self.timed("measure"):
             part = self.step_batch.rows(self.parts[update])
-            old = self.natural.rows(self.parts[update], part.tokens.shape[1])
-            natural, replayed = self.policy.score(part), self.policy.score(part, old.routes)
+            old = self.unconstrained.rows(self.parts[update], part.tokens.shape[1])
+            unconstrained, replayed = self.policy.score(part), self.policy.score(part, old.routes)
             sums = ratios.attribution(
-                natural.logprobs - old.logprobs, replayed.logprobs - old.logprobs, part.response_mask
+                unconstrained.logprobs - old.logprobs, replayed.logprobs - old.logprobs, part.response_mask
             )
             return sums.row()
 
@@ -239,13 +240,13 @@ class Probe:
             routes = self.policy.score(self.batch).routes
             change = volatility.route_change(self.routes.experts, routes.experts, response_rows(self.batch))
             self.routes = routes
-            self.followed.append(change.site_rows())
+            self.followed.append(change.moe_layer_rows())
             row = change.row()
             return {name: row[name] for name in CHANGE}
         return {}
 
     def score_at_end(self) -> tuple[Row, list[Row]]:
-        """What all updates of the step did together: a row for `steps`, and one per site for `layers`."""
+        """What all updates of the step did together: a row for `steps`, and one per MoE layer for `layers`."""
         with self.timed("measure"), unless_not_finite():
             after = self.policy.score(self.batch, scores=self.detail)
             replayed = self.policy.score(self.batch, self.old.routes)
@@ -255,10 +256,10 @@ class Probe:
                 **self._replay_gap(after, replayed),
                 **self.engine,
             }
-            sites = [Row() for _ in after.routes.layout.sites]
+            moe_layers = [Row() for _ in after.routes.layout.moe_layers]
 
-            def add(of_step: Row, per_site: list[Row], suffix: str = "") -> None:
-                for target, values in zip((row, *sites), (of_step, *per_site), strict=True):
+            def add(of_step: Row, per_moe_layer: list[Row], suffix: str = "") -> None:
+                for target, values in zip((row, *moe_layers), (of_step, *per_moe_layer), strict=True):
                     target |= {name + suffix: value for name, value in values.items()}
 
             add(*self._changes(after, response_rows(self.batch)))
@@ -267,26 +268,26 @@ class Probe:
             if self.detail:
                 add(*self._noise_floor(after))
             for n, of_update in enumerate(self.followed, 1):
-                add({}, [{f"change_update_{n}": site["expert_change_rate"]} for site in of_update])
-            return row, sites
-        return {}, [{} for _ in self.old.routes.layout.sites]
+                add({}, [{f"change_update_{n}": moe_layer["expert_change_rate"]} for moe_layer in of_update])
+            return row, moe_layers
+        return {}, [{} for _ in self.old.routes.layout.moe_layers]
 
     # ------------------------------------------------------------------ parts of it
     def _engine_replayed(self) -> Row:
         """What is left of the engine's gap on the probe when the policy replays the engine's routes (R3)."""
         if self.batch.rollout_routes is None or self.batch.rollout_routes.coverage == 0:
             return {}
-        natural = engine_gap(self.batch, self.old)
+        unconstrained = engine_gap(self.batch, self.old)
         replayed = engine_gap(self.batch, self.policy.score(self.batch, self.batch.rollout_routes))
-        return {f"{name}_natural": value for name, value in natural.items()} | {
+        return {f"{name}_unconstrained": value for name, value in unconstrained.items()} | {
             f"{name}_replayed": value for name, value in replayed.items()
         }
 
-    def _replay_gap(self, natural: Scored, replayed: Scored) -> Row:
-        """log π(natural) - log π(replayed) under the new weights, and what routers would pick under replay."""
+    def _replay_gap(self, unconstrained: Scored, replayed: Scored) -> Row:
+        """log π(unconstrained) - log π(replayed) under the new weights, and what routers would pick under replay."""
         assert replayed.preferred is not None, "a policy that replayed says what its routers preferred"
         rows = response_rows(self.batch)
-        gap = (natural.logprobs - replayed.logprobs)[self.batch.response_mask].double()
+        gap = (unconstrained.logprobs - replayed.logprobs)[self.batch.response_mask].double()
         pull = volatility.route_change(replayed.routes.experts, replayed.preferred.experts, rows).row()
         return {
             "replay_gap_mean": gap.mean().item(),
@@ -296,22 +297,26 @@ class Probe:
         }
 
     def _changes(self, after: Scored, rows: Tensor) -> tuple[Row, list[Row]]:
-        """Volatility of the tokens in `rows` from π_old to the new weights: overall, and per site."""
+        """Volatility of the tokens in `rows` from π_old to the new weights: overall, and per MoE layer."""
         old, new = self.old.routes, after.routes
         gates = None if self.scores is None else self.scores.gates
         both = None
         if self.scores is not None and after.scores is not None:
             both = self.scores.log_probs_at(old.ids()), after.scores.log_probs_at(old.ids())
         change = volatility.changes(old.experts, new.experts, rows, new.layout, gates, both)
-        return change.row(), change.site_rows()
+        return change.row(), change.moe_layer_rows()
 
     def _use(self, after: Scored) -> list[Row]:
-        """Load, and at detail confidence and margins, of the new weights' natural routing, per site."""
-        rows, sites = response_rows(self.batch), after.routes.layout.sites
-        load = volatility.load_statistics(after.routes.experts, [s.num_experts for s in sites], rows).site_rows()
-        result = [{"site": i, "layer": site.decoder_layer} | load[i] for i, site in enumerate(sites)]
+        """Load, and at detail confidence and margins, of the new weights' unconstrained routing, per MoE layer."""
+        rows, moe_layers = response_rows(self.batch), after.routes.layout.moe_layers
+        load = volatility.load_statistics(
+            after.routes.experts, [s.num_experts for s in moe_layers], rows
+        ).moe_layer_rows()
+        result = [
+            {"moe_layer": i, "layer": moe_layer.decoder_layer} | load[i] for i, moe_layer in enumerate(moe_layers)
+        ]
         if (scores := after.scores) is not None:
-            confidence = volatility.router_confidence(scores.log_probs, after.routes.experts, rows).site_rows()
+            confidence = volatility.router_confidence(scores.log_probs, after.routes.experts, rows).moe_layer_rows()
             margins = volatility.margin_summary(scores.margins, rows)
             result = [a | b | c for a, b, c in zip(result, confidence, margins, strict=True)]
         return result
@@ -334,11 +339,13 @@ class Probe:
             "noise_floor_beyond_2": statistics["token_beyond_2"],
             **{f"noise_floor_{name}": change.row()[name] for name in ENGINE_CHANGE},
         }
-        return row, [{"noise_floor_any_change_rate": site["any_change_rate"]} for site in change.site_rows()]
+        return row, [
+            {"noise_floor_any_change_rate": moe_layer["any_change_rate"]} for moe_layer in change.moe_layer_rows()
+        ]
 
 
 # ---------------------------------------------------------------------- rows
-def update_row(part: MiniBatch, log_ratio: Tensor, updated: Updated, natural: Scored) -> Row:
+def update_row(part: MiniBatch, log_ratio: Tensor, updated: Updated, unconstrained: Scored) -> Row:
     """One optimizer step: ratios and clipping of its mini-batch, and how far its routes had moved before the step."""
     rows = response_rows(part)
     row = {
@@ -354,7 +361,7 @@ def update_row(part: MiniBatch, log_ratio: Tensor, updated: Updated, natural: Sc
         pull = volatility.route_change(part.routes.experts, updated.preferred.experts, rows).row()
         covered = volatility.coverage(part.routes.known, rows | prompt_rows(part)).row()
         return row | {"pull": pull["expert_change_rate"]} | covered
-    change = volatility.route_change(natural.routes.experts, updated.routes.experts, rows).row()
+    change = volatility.route_change(unconstrained.routes.experts, updated.routes.experts, rows).row()
     return row | {f"fresh_{name}": change[name] for name in CHANGE}
 
 
@@ -368,7 +375,7 @@ def ratio_row(batch: Batch, log_ratio: Tensor, clipped_by: Tensor, counted: Tens
     )
 
 
-def batch_row(batch: Batch, natural: Scored) -> Row:
+def batch_row(batch: Batch, unconstrained: Scored) -> Row:
     """What was sampled, and how well it did."""
     groups = batch.prompt_index.unique(return_inverse=True)[1]
     differing = torch.zeros(int(groups.max()) + 1, dtype=torch.float64, device=groups.device).index_add(
@@ -381,7 +388,7 @@ def batch_row(batch: Batch, natural: Scored) -> Row:
         "zero_variance_groups": (differing == 0).double().mean().item(),
         "response_tokens": batch.response_mask.sum(1).double().mean().item(),
         "truncated": (~batch.finished).double().mean().item(),
-        "entropy": natural.entropy[batch.response_mask].double().mean().item(),
+        "entropy": unconstrained.entropy[batch.response_mask].double().mean().item(),
         **({} if batch.kept is None else {"kept_tokens": len(batch.kept.ids) / int(batch.response_mask.sum())}),
     }
     if batch.turn is not None:
@@ -393,18 +400,19 @@ def batch_row(batch: Batch, natural: Scored) -> Row:
     return row
 
 
-def engine_row(batch: Rollouts, natural: Scored) -> tuple[Row, list[Row]]:
-    """Engine and policy at equal weights, on all response tokens of a step: a row for `steps`, and one per site."""
-    row, sites = engine_gap(batch, natural), [Row() for _ in natural.routes.layout.sites]
+def engine_row(batch: Rollouts, unconstrained: Scored) -> tuple[Row, list[Row]]:
+    """Engine and policy at equal weights, on all response tokens of a step: a row for `steps`, and one per MoE
+    layer."""
+    row, moe_layers = engine_gap(batch, unconstrained), [Row() for _ in unconstrained.routes.layout.moe_layers]
     if batch.rollout_routes is not None:
         routes, rows = batch.rollout_routes, response_rows(batch)
-        change = volatility.route_change(natural.routes.experts, routes.experts, rows)
+        change = volatility.route_change(unconstrained.routes.experts, routes.experts, rows)
         mean = change.row()
         row |= {f"engine_{name}": mean[name] for name in ENGINE_CHANGE}
         row["engine_unknown"] = 1 - routes.known[rows | prompt_rows(batch)].double().mean().item()
-        for site, values in zip(sites, change.site_rows(), strict=True):
-            site |= {f"engine_{name}": values[name] for name in ("expert_change_rate", "any_change_rate")}
-    return row, sites
+        for moe_layer, values in zip(moe_layers, change.moe_layer_rows(), strict=True):
+            moe_layer |= {f"engine_{name}": values[name] for name in ("expert_change_rate", "any_change_rate")}
+    return row, moe_layers
 
 
 def exact(rewards: Tensor) -> float:

@@ -23,8 +23,8 @@ from moe_rl.recorder import Recorder, Row, Rows, evaluation_rows
 from moe_rl.registry import Component, check_component, lookup, needs_of
 from moe_rl.rollouts.batches import BatchSource, Collector, Queue
 from moe_rl.rollouts.engine import sampling_of
+from moe_rl.routing.moe_layers import layout_of
 from moe_rl.routing.router_noise import Noise
-from moe_rl.routing.sites import layout_of
 from moe_rl.routing.sources import ALL, BASE, BASES, NOTHING, SOURCES
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import DIAL, SPLIT, derive
@@ -348,7 +348,7 @@ def _void_routes(run: RunConfig) -> Iterator[str]:
         base = use.options.get("base", "old_policy")
         does = check_component(source, run)
         if type(does) is int:  # that many MoE layers
-            does = NOTHING if not does else BASE if does >= len(layout_of(skeleton(run.model)).sites) else None
+            does = NOTHING if not does else BASE if does >= len(layout_of(skeleton(run.model)).moe_layers) else None
         if does == NOTHING:
             yield f"{use} replays nothing. Use routes=live for a run without replay."
         if does == BASE:

@@ -4,8 +4,8 @@ Axis legend, used in every signature of the package:
 
     batch   rows of a batch: prompts × group, or any part of them
     time    token positions, right-padded; position 0 is the first prompt token
-    site    places that route, in forward order (a decoder layer may hold more than one)
-    k       experts per token at a site
+    MoE layer    places that route, in forward order (a decoder layer may hold more than one)
+    k       experts per token at an MoE layer
 
 `logprobs[b, t]` is log p(tokens[b, t] | tokens[b, <t]), so column 0 is always 0.
 `experts[b, t]` are the experts used when token t was the *input*: the row that produced token t+1. The routes that
@@ -272,11 +272,11 @@ class MiniBatch(Batch):
     """The response tokens of the loss: those that no filter removes."""
     weights: Float[Tensor, "batch time"]
     """The aggregation over the mini-batch, float64; 0 outside `mask`."""
-    trust: Float[Tensor, "batch time"] | None = None
+    importance_weights: Float[Tensor, "batch time"] | None = None
     """The product of the arm's corrections over the mini-batch; None where the arm has none."""
     ratio_logprobs: Float[Tensor, "batch time"] | None = None
     """log π_θ of the ratio before the update, where the ratio has routing or noise of its own."""
-    marks: Float[Tensor, "batch time"] | None = None
+    batch_statistics: Float[Tensor, "batch time"] | None = None
     """Statistics of the mini-batch under π_θ before the update, for a loss that needs them."""
 
 
@@ -296,7 +296,7 @@ class Scored:
     entropy: Float[Tensor, "batch time"]
     """Of the distribution each response token was drawn from, in nats; 0 outside the response."""
     routes: RoutingTrace
-    """Routes used in this forward: the model's own when it was natural, the given ones when it replayed."""
+    """Routes used in this forward: the model's own when it was unconstrained, the given ones when it replayed."""
     preferred: RoutingTrace | None = None
     """Under replay, what each router would have picked from the hidden states that replay produced upstream."""
     scores: RouterScores | None = None

@@ -83,13 +83,13 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         sampled = collate(rollouts, groups, rewards, loaded.tokenizer.pad_token_id)
 
         # π_old: the policy's own scoring of what was sampled, before any update, and the experts every token used.
-        natural = policy.score(sampled)
+        unconstrained = policy.score(sampled)
 
         # Routing Replay is this line: the routes that all updates of the step will use, or None for live routing. Both
-        # sides of a ratio use the same ones. Those of π_old are what `natural` was scored under; for any others,
+        # sides of a ratio use the same ones. Those of π_old are what `unconstrained` was scored under; for any others,
         # such as a placebo's, the denominator would be policy.score(batch, routes).logprobs.
-        routes = SOURCES[arm.routes.name](sampled, natural)
-        scored = ScoredRollouts(**vars(sampled), old_logprobs=natural.logprobs, routes=routes)
+        routes = SOURCES[arm.routes.name](sampled, unconstrained)
+        scored = ScoredRollouts(**vars(sampled), old_logprobs=unconstrained.logprobs, routes=routes)
 
         # The advantage of a response is how much better than its group it is.
         batch = advantage.attach_advantages(scored)
@@ -107,7 +107,7 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
         # Measuring. Routes are compared as the model chooses them by itself, in every method: a forward without replay
         # under the new weights, of the same tokens as before. Ratios and clipping are those of the last mini-batch.
         after = policy.score(batch)
-        change = route_change(natural.routes.experts, after.routes.experts, response_rows(batch)).row()
+        change = route_change(unconstrained.routes.experts, after.routes.experts, response_rows(batch)).row()
         ratios = ratio_statistics(updated.logprobs - part.old_logprobs, part.response_mask)
         clipped = (updated.clipped_by != 0)[part.response_mask].double().mean().item()
         row = {
@@ -116,7 +116,7 @@ def main(method: str = "grpo", steps: int = 30, seed: int = 0) -> list[dict[str,
             "experts_changed": change["expert_change_rate"],
             "log_ratio_var": ratios["token_log_ratio_var"],
             "clipped": clipped,
-            "entropy": natural.entropy[batch.response_mask].double().mean().item(),
+            "entropy": unconstrained.entropy[batch.response_mask].double().mean().item(),
         }
         rows.append(row)
         print(f"step {step:3d}  " + "  ".join(f"{name} {value:.4f}" for name, value in row.items()))

@@ -7,8 +7,7 @@ from moe_rl.registry import Component
 grpo = arm("grpo")
 replay = arm("grpo+old_policy+name=grpo-replay")
 gspo_short = arm("gspo_short")
-gspo = arm("gspo_short+name=gspo")
-"""Its name in the studies up to ratio_gradient. The range is for 13 tokens: over them the log of the sequence ratio
+"""Its clip range, 0.01/0.013, is for 13 tokens: over them the log of the sequence ratio
 spreads wider than over the paper's thousands."""
 dual = arm("dual_clip(clip_high=0.27)+name=dual-clip")
 """With GRPO's upper range: only the bound at negative advantages differs from GRPO."""

@@ -5,7 +5,7 @@ A study declares its contrasts as linear forms over (condition, arm), and its ga
 
     old = Condition("lag=2")
     RULE = Rule(endpoint="sampled exact match, second half", secondary="greedy exact match, second half",
-                gates=(Gains(old["grpo"]),), families={"lag 2": {"GSPO − GRPO": old["gspo"] - old["grpo"]}})
+                gates=(Gains(old["grpo"]),), families={"lag 2": {"GSPO − GRPO": old["gspo_short"] - old["grpo"]}})
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition of a study: `Condition("lag=2")["gspo"]` is the value of an arm there."""
+    """A condition of a study: `Condition("lag=2")["gspo_short"]` is the value of an arm there."""
 
     name: str
 
@@ -156,9 +156,9 @@ class Condition:
 
 def values_of(frames: Frames, condition: str, name: str) -> pd.DataFrame:
     """A metric of one condition, or a column of `runs`, seed × arm; empty where it was not run."""
-    if condition not in frames.cells:
+    if condition not in frames.conditions:
         return pd.DataFrame()
-    here = frames.cell(condition)
+    here = frames.condition(condition)
     if name in here.runs:
         return here.runs.pivot(index="seed", columns="arm", values=name)
     return per_run(here, metric(name)).unstack(0)
@@ -180,8 +180,8 @@ def joined(frames: Frames, other: Frames, conditions: Mapping[str, str]) -> Fram
     """The rows of a study, and those of some conditions of another one: name there → name here."""
 
     def renamed(table: pd.DataFrame) -> pd.DataFrame:
-        rows = table[table["factors"].isin(conditions)]
-        return rows.assign(factors=rows["factors"].map(conditions))
+        rows = table[table["condition"].isin(conditions)]
+        return rows.assign(condition=rows["condition"].map(conditions))
 
     runs, steps = (
         pd.concat([a, renamed(b)]) for a, b in ((frames.runs, other.runs), (frames["steps"], other["steps"]))
@@ -198,7 +198,7 @@ class Gains:
     def judge(self, frames: Frames, rule: Rule) -> tuple[bool, str]:
         """Whether it is passed, and in words."""
         ((condition, arm),) = self.form.weights
-        steps = frames.cell(condition)["steps"].query("step == 0 and arm == @arm").set_index("seed")
+        steps = frames.condition(condition)["steps"].query("step == 0 and arm == @arm").set_index("seed")
         start, end = steps[metric(rule.secondary).column].to_dict(), self.form.by_seed(frames, rule.secondary)
         gain = student([end[seed] - start[seed] for seed in sorted(end)])
         passed = gain.mean > 0

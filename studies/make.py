@@ -180,7 +180,7 @@ def losses() -> str:
 
 
 # ---------------------------------------------------------------------- every comparison with GRPO
-KINDS = {"replay": "grpo-replay", "GSPO": "gspo", "another method": "r3"}
+KINDS = {"replay": "grpo-replay", "GSPO": "gspo_short", "another method": "r3"}
 """Kind of a method → the arm whose colour and symbol it has."""
 
 
@@ -198,7 +198,7 @@ class Place:
     @property
     def kinds(self) -> dict[str, str]:
         """Arm → kind; not every arm was run everywhere."""
-        return dict.fromkeys(self.others, "another method") or {self.replay: "replay", "gspo": "GSPO"}
+        return dict.fromkeys(self.others, "another method") or {self.replay: "replay", "gspo_short": "GSPO"}
 
 
 WEIGHTS = {s: noise("weights", s) for s in (0, 0.4, 1, 2)}
@@ -278,8 +278,8 @@ def conditions() -> dict[tuple[str, str], str]:
         words.setdefault((place.study, place.condition), f"{place.band}: {label}")
     for study in dict.fromkeys(place.study for place in PLACES):
         frames = stored(study)
-        for condition in frames.cells:
-            if {"grpo"} < {*frames.cell(condition).runs["arm"]}:
+        for condition in frames.conditions:
+            if {"grpo"} < {*frames.condition(condition).runs["arm"]}:
                 words.setdefault((study, condition), condition)
     return words
 
@@ -395,8 +395,8 @@ AGES = ("lag=0", "lag=1", "lag=2")
 def draw_front() -> Figure:
     """The figure of the README: by age of the rollouts, how far ratios spread, and what replay, GSPO and half the rate
     gain over GRPO."""
-    frames, arms = stored("lag_natural"), ["grpo", "grpo-replay", "gspo"]
-    lines = [("grpo", "GRPO"), ("grpo-replay", "GRPO + replay (R2)"), ("gspo", "GSPO")]
+    frames, arms = stored("lag_natural"), ["grpo", "grpo-replay", "gspo_short"]
+    lines = [("grpo", "GRPO"), ("grpo-replay", "GRPO + replay (R2)"), ("gspo_short", "GSPO")]
     figure, (spread, gain) = plots.new_figure(2, "", width=10)
     for arm, label in lines:
         ess = [values_of(frames, age, "token_ess")[arm] for age in AGES]

@@ -35,7 +35,7 @@ if sys.argv[1:2] == ["work"]:
 GRPO = Arm(name="grpo")
 REPLAY = Arm(name="grpo-replay", routes="old_policy")
 GSPO = Arm(name="gspo", loss=Component("gspo", clip_low=0.01, clip_high=0.013))
-SITES = 6
+MOE_LAYERS = 6
 
 
 def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, list[Row], list[Row]]:
@@ -70,7 +70,7 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
     if step % 10 == 0 or step == 1:
         for measure, scale in (("kl_k3", 2e-3), ("beyond_2", 1e-3)):
             row |= {
-                f"engine_{measure}_natural": scale * rng.lognormal(0, 0.3),
+                f"engine_{measure}_unconstrained": scale * rng.lognormal(0, 0.3),
                 f"noise_floor_{measure}": 0.0,
                 f"engine_{measure}_replayed": scale / 20 * rng.lognormal(0, 0.3),
             }
@@ -102,14 +102,14 @@ def fake_step(config: RunConfig, step: int, weights: np.ndarray) -> tuple[Row, l
     layers = [
         {
             "step": step,
-            "site": s,
+            "moe_layer": s,
             "layer": s,
             "expert_change_rate": float(row["expert_change_rate"] * (0.7 + 0.1 * s)),
             "any_change_rate": float(row["any_change_rate"] * (0.7 + 0.1 * s)),
             "noise_floor_any_change_rate": 0.0,
             "engine_any_change_rate": float(row["engine_any_change_rate"] * (0.7 + 0.1 * s)),
         }
-        for s in range(SITES)
+        for s in range(MOE_LAYERS)
     ]
     return row, updates, layers
 

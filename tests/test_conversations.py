@@ -83,13 +83,13 @@ def test_what_an_environment_says_is_neither_prompt_nor_response(tmp_path):
     assert not (before & (response_rows(batch) | prompt_rows(batch))).any()
     assert (batch.advantages.std(1) > 0).any(), "turns of one response have advantages of their own"
 
-    natural = parts.policy.score(batch)
-    gap = (natural.logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()
+    unconstrained = parts.policy.score(batch)
+    gap = (unconstrained.logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()
     assert gap < 1e-5, "sampled from the cache what one pass over the whole says, up to rounding"
-    assert natural.routes.experts[batch.rollout_routes.known].equal(
+    assert unconstrained.routes.experts[batch.rollout_routes.known].equal(
         batch.rollout_routes.experts[batch.rollout_routes.known]
     )
-    assert not natural.logprobs[said].any() and not natural.entropy[said].any()
+    assert not unconstrained.logprobs[said].any() and not unconstrained.entropy[said].any()
 
 
 def test_other_words_of_the_environment_with_the_same_log_probs_train_the_same(tmp_path):

@@ -145,7 +145,7 @@ def test_a_command_does_what_its_page_says(words, tmp_path, monkeypatch, capsys)
     words = [*words, *["--dry-run"] * (words[0] == "run" and "--dry-run" not in words)]
     if words[0] in ("plot", "report"):  # as users have it, without the types that these tests check
         done = subprocess.run([sys.executable, "-m", "moe_rl", *words], env=os.environ | {"PYTHONPATH": str(ROOT)})
-        written = {"plot": "figures/learning_by_cell.svg", "report": "report.html"}[words[0]]
+        written = {"plot": "figures/learning_by_condition.svg", "report": "report.html"}[words[0]]
         assert done.returncode == 0 and (Path(words[1]) / written).exists()
         return
     assert cli.main(words) == 0

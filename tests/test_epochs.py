@@ -68,7 +68,7 @@ def test_the_probe_is_of_the_first_epoch_and_every_later_mini_batch_has_its_attr
 
 
 def test_attribution_is_of_the_mini_batch_about_to_be_updated(tmp_path):
-    """All of it is measured: the variance of its natural log-ratios is that of the update's own."""
+    """All of it is measured: the variance of its unconstrained log-ratios is that of the update's own."""
     run = TWICE.replace(measure=Measure(full=True))
     updates = carry_out(run, tmp_path / "run")["updates"].query("update > 1")
     mean = updates["attribution_sum_d"] / updates["attribution_n"]

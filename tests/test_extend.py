@@ -71,7 +71,7 @@ def test_loss_advantage_aggregation_correction_term_and_dose_train(study):
     plain, held = updates.loc["plain"], updates.loc["held"]
     assert (plain["own_logprob"] < 0).all() and held["own_logprob"].isna().all()
     assert plain["term_stay"].isna().all() and (held.loc[(1, 2) : (1, 4), "term_stay"] > 0).all()
-    assert held["coverage"].between(0.45, 0.55).all(), "one of the two sites was replayed"
+    assert held["coverage"].between(0.45, 0.55).all(), "one of the two MoE layers was replayed"
     assert (plain["grad_norm"] > 0).any() and (held["grad_norm"] > 0).any()
 
 

@@ -26,7 +26,7 @@ def test_a_probe_of_very_few_responses_measures_everything_at_a_detail_step(resp
         "expert_change_rate",
         "any_change_rate",
         "router_shift",
-        "engine_kl_k3_natural",
+        "engine_kl_k3_unconstrained",
         "engine_kl_k3_replayed",
     ]
     assert all(math.isfinite(row[name]) for name in measured), "no column may stay empty"
@@ -43,13 +43,13 @@ def test_two_mini_batches_share_a_probe_of_one_response(tmp_path):
 
 
 def test_what_an_update_changed_is_there_of_every_layer(tmp_path):
-    """Every site has the same tokens, so that the mean over sites is the update's own number."""
+    """Every MoE layer has the same tokens, so that the mean over MoE layers is the update's own number."""
     run = TINY.replace(mini_batches=3, steps=4, measure=Measure(responses=6, detail_every=2))
     tables = carry_out(run, tmp_path / "run")
     layers, updates = tables["layers"], tables["updates"]
     followed = updates.dropna(subset="expert_change_rate")
     assert set(followed["step"]) == {2, 4} and followed["expert_change_rate"].max() > 0
     for row in followed.itertuples():
-        sites = layers.loc[layers["step"] == row.step, f"change_update_{row.update}"]
-        assert len(sites) > 1 and sites.mean() == pytest.approx(row.expert_change_rate)
+        moe_layers = layers.loc[layers["step"] == row.step, f"change_update_{row.update}"]
+        assert len(moe_layers) > 1 and moe_layers.mean() == pytest.approx(row.expert_change_rate)
     assert layers.loc[layers["step"] == 3, "change_update_1"].isna().all()

@@ -197,7 +197,7 @@ def test_an_error_inside_a_users_module_is_its_own_and_passes(package, module, e
 class Marked:
     needs = frozenset({"scores"})
 
-    def __call__(self, batch, natural):
+    def __call__(self, batch, unconstrained):
         return None
 
     @staticmethod

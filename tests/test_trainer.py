@@ -128,15 +128,15 @@ class Flips(Recorder):
     found: list[tuple[float, float]] = []
 
     def end(self, push_gap, probed):
-        rows, sites = super().end(push_gap, probed), len(self.natural.routes.layout.sites)
+        rows, moe_layers = super().end(push_gap, probed), len(self.unconstrained.routes.layout.moe_layers)
         for index, update in zip(self.split, rows["updates"], strict=True):
-            flips = self.flips(index)[self.batch.response_mask[index]].sum().item() / sites
+            flips = self.flips(index)[self.batch.response_mask[index]].sum().item() / moe_layers
             self.found.append((flips, update["fresh_any_change_rate"] * update["token_n"]))
         return rows
 
 
 def test_flips_are_the_changes_of_sets_that_a_mini_batch_reports(tmp_path):
-    """Another way to count them: `fresh_any_change_rate` is their mean over tokens and sites."""
+    """Another way to count them: `fresh_any_change_rate` is their mean over tokens and MoE layers."""
     run, Flips.found = TINY.replace(steps=1), []
     with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
         parts = build(run, folder.path, tmp_path)

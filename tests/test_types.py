@@ -20,12 +20,12 @@ def full() -> MiniBatch:
     batch = make_batch()
     policy = policy_of(build("qwen3_moe"))
     generator = torch.Generator().manual_seed(0)
-    natural = policy.score(batch).routes
+    unconstrained = policy.score(batch).routes
     values = {}
     for field in fields(MiniBatch):
         kind = str(field.type)
         if "RoutingTrace" in kind:
-            values[field.name] = natural
+            values[field.name] = unconstrained
         elif "RouterScores" in kind:
             values[field.name] = policy.score(batch, scores=True).scores
         elif "KeptTokens" in kind:

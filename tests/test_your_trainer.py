@@ -55,7 +55,7 @@ def test_the_plain_loop_replays_and_measures(capsys):
     assert variances[0] < 1e-12 < variances[1]
     decides = names["decides"]
     changed = [len(set(a) - set(b)) / 2 for a, b in zip(old[decides].tolist(), new[decides].tolist(), strict=True)]
-    expert_change_rate = names["change"].site_rows()[1]["expert_change_rate"]
+    expert_change_rate = names["change"].moe_layer_rows()[1]["expert_change_rate"]
     assert abs(expert_change_rate - sum(changed) / len(changed)) < 1e-12 and expert_change_rate > 0
 
 

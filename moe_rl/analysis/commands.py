@@ -170,7 +170,7 @@ def evaluate(options: argparse.Namespace) -> int:
     argument("--out", type=Path, default=Path("view.html"), help="page to write (default: view.html)"),
     examples="""
   moe-rl checkpoint view volatility             of compare --traces
-  moe-rl checkpoint view engine.safetensors natural.safetensors --row 3
+  moe-rl checkpoint view engine.safetensors unconstrained.safetensors --row 3
 RoutingTrace.save writes trace files, too: docs/checkpoints.md.""",
 )
 def view(options: argparse.Namespace) -> int:

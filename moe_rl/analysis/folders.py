@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError, RoutingError, RunError
 from moe_rl.models.load import PRESETS, check_weights, skeleton
-from moe_rl.routing.sites import layout_of
+from moe_rl.routing.moe_layers import layout_of
 from moe_rl.routing.trace import Layout
 from moe_rl.storage import folder as runs
 from moe_rl.storage.provenance import code_version, package_versions

@@ -35,10 +35,10 @@ class Response:
     """One row of a trace file, without padding."""
 
     layout: Layout
-    experts: Int64[Tensor, "token site k"]
+    experts: Int64[Tensor, "token moe_layer k"]
     """-1 where unknown."""
     tokens: Int64[Tensor, " token"] | None
-    gates: Float[Tensor, "token site k"] | None
+    gates: Float[Tensor, "token moe_layer k"] | None
     response: Bool[Tensor, " token"]
     """True at response tokens; everywhere if the file does not say."""
     logprobs: Float[Tensor, " token"] | None = None
@@ -108,7 +108,7 @@ def _check(a: Response, b: Response, where: str) -> None:
 
 
 def _changed(a: Response, b: Response) -> float:
-    """Share of known (token, site) pairs with another set."""
+    """Share of known (token, MoE layer) pairs with another set."""
     known = (a.experts[..., 0] >= 0) & (b.experts[..., 0] >= 0)
     other = (a.experts.sort(-1).values != b.experts.sort(-1).values).any(-1) & known
     return other.sum().item() / max(1, known.sum().item())
@@ -143,7 +143,7 @@ def _data(
         ],
         "row": row,
         "k": a.layout.top_k,
-        "sites": [{"name": s.name, "layer": s.decoder_layer, "k": s.top_k} for s in a.layout.sites],
+        "moe_layers": [{"name": s.name, "layer": s.decoder_layer, "k": s.top_k} for s in a.layout.moe_layers],
         "tokens": texts,
         "ids": ids,
         "response": a.response.tolist(),

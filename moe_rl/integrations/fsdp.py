@@ -33,8 +33,8 @@ from moe_rl.objectives import Objective
 from moe_rl.policies.hf import HFPolicy, Rows, cut, fill_rows, join, settings_of
 from moe_rl.registry import checked, needs
 from moe_rl.rollouts.engine import check_dtype
+from moe_rl.routing.moe_layers import find_moe_layers, router_parameters
 from moe_rl.routing.router_noise import Noise
-from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import MiniBatch, Rollouts, Scored, Stage, rows_of
 
@@ -125,7 +125,7 @@ class FSDPPolicy(HFPolicy):
     def score(
         self, batch: Rollouts, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
-        """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. See `Policy.score`."""
+        """Log-probs, entropy and routes of a batch; unconstrained routing when `routes` is None. See `Policy.score`."""
         if routes is not None and len(order := _order(batch)) > len(batch):
             routes = routes.rows(order.clamp(max=len(batch) - 1))
         scored = super().score(_even(batch), routes, scores, noise)
@@ -227,8 +227,8 @@ def sharded(
         usual["mp_policy"] = policy
     if config.router_dtype is not None:
         keep_routers_in(model, getattr(torch, config.router_dtype))
-        for site in find_sites(model):  # a group has one dtype
-            fully_shard(site.module, **every)
+        for moe_layer in find_moe_layers(model):  # a group has one dtype
+            fully_shard(moe_layer.module, **every)
     parts = {} if compile is None else compile_parts(model, compile, getattr(torch, compute_dtype or config.dtype))
     for layer in layers_of(model):
         fully_shard(layer, **usual)

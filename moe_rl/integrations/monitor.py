@@ -25,9 +25,9 @@ from moe_rl.metrics.pooled import Pooled
 from moe_rl.routing.hooks import Recording, Replay, RouterScores, lost_routes, read_scores
 from moe_rl.routing.ids import used
 from moe_rl.routing.intercept import forwards_watched, hooked
+from moe_rl.routing.moe_layers import find_moe_layers, make_layout, plain_name, token_readers
 from moe_rl.routing.observe import observe
 from moe_rl.routing.selection import chosen
-from moe_rl.routing.sites import find_sites, make_layout, plain_name, token_readers
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import require_logprobs, require_mask
 
@@ -98,7 +98,7 @@ class Monitor:
             inputs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items()}
             self.probe = {name: x for name, x in inputs.items() if name != "decides"}
         self.layers: list[Row] = []
-        """The last row per site, as in the table `layers`."""
+        """The last row per MoE layer, as in the table `layers`."""
         self.blocks, self.measures = 0, False
         self._sums, self._values = Pooled(), dict[str, Tensor]()
         """Of the forwards since the block began; of values no sum would do."""
@@ -121,7 +121,7 @@ class Monitor:
         if self.measures:
             self._sums, self._values, self._replayed = Pooled(), {}, False
             self._biases = named_correction_biases(self.model)
-            self._scope.enter_context(self.forwards.listening(self._see, natural=self.probe is None))
+            self._scope.enter_context(self.forwards.listening(self._see, unconstrained=self.probe is None))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -185,7 +185,7 @@ class Monitor:
     def _use(self, seen: Seen) -> None:
         """Add the load and the scores of unconstrained routing."""
         ids, mask, scores = seen.routes.experts, seen.routes.attention_mask, seen.scores
-        experts = [site.num_experts for site in self.forwards.layout.sites]
+        experts = [moe_layer.num_experts for moe_layer in self.forwards.layout.moe_layers]
         self._add_lost(seen)
         self._sums += volatility.load_statistics(ids, experts, mask) + Pooled(counted=mask.sum())
         if scores is not None:
@@ -207,8 +207,8 @@ class Monitor:
     def _read_probe(self) -> Seen:
         """Unconstrained routing of the probe under the current weights."""
         assert self.probe is not None
-        with hooked(self.forwards.modules, "listeners", lambda *_: None) as sites:
-            if sites[0].replay is not None:
+        with hooked(self.forwards.modules, "listeners", lambda *_: None) as moe_layers:
+            if moe_layers[0].replay is not None:
                 raise RoutingError(
                     "the probe is read inside replay_routing. Enter the monitor before, and call row() after it."
                 )
@@ -270,21 +270,24 @@ class Monitor:
         return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
 
     def _row_of(self, sums: Pooled, values: Mapping[str, Tensor]) -> Row:
-        row, sites = sums.row(), sums.site_rows()
-        self.layers = [{"site": i, "layer": site.decoder_layer} for i, site in enumerate(self.forwards.layout.sites)]
+        row, moe_layers = sums.row(), sums.moe_layer_rows()
+        self.layers = [
+            {"moe_layer": i, "layer": moe_layer.decoder_layer}
+            for i, moe_layer in enumerate(self.forwards.layout.moe_layers)
+        ]
         if "pull" in sums:
             row["pull"] = float(sums["pull"].sum() / sums["pull_n"].sum())
         if "counted" in sums:
             row["load_tokens"] = float(sums["counted"])
         if "margins" in values:
-            by_site, (of_all,) = (
+            by_moe_layer, (of_all,) = (
                 volatility.margin_summary(x, torch.ones_like(x[..., 0], dtype=torch.bool))
                 for x in (values["margins"][None], values["margins"].reshape(1, -1, 1))
             )
-            sites = [site | margins for site, margins in zip(sites, by_site, strict=True)]
+            moe_layers = [moe_layer | margins for moe_layer, margins in zip(moe_layers, by_moe_layer, strict=True)]
             row |= of_all
-        for layer, site in zip(self.layers, sites, strict=False):
-            layer |= site
+        for layer, moe_layer in zip(self.layers, moe_layers, strict=False):
+            layer |= moe_layer
         if "lost" in sums and bool(sums["lost"].any()):
             self._mark_lost(row, sums["lost"].tolist())
         if "engine" in values:
@@ -300,7 +303,7 @@ class Monitor:
         """Make a row NaN in which some routers had no finite scores, and warn."""
         warnings.warn(f"{lost_routes(self.forwards.layout, lost)} The row is NaN.", stacklevel=4)
         for part in (row, *(layer for layer, n in zip(self.layers, lost, strict=True) if n)):
-            part |= dict.fromkeys(part.keys() - {"site", "layer", "load_tokens"}, math.nan)
+            part |= dict.fromkeys(part.keys() - {"moe_layer", "layer", "load_tokens"}, math.nan)
 
 
 monitor = Monitor
@@ -358,7 +361,7 @@ class Forwards:
     _decides: Tensor | None
 
     def __init__(self, model: nn.Module):
-        self.model, self.modules = model, find_sites(model)
+        self.model, self.modules = model, find_moe_layers(model)
         self.layout = make_layout(model, self.modules)
         self.readers = token_readers(model)
         self.scored = True
@@ -372,9 +375,9 @@ class Forwards:
         self._decides = mask.clone()
 
     @contextmanager
-    def listening(self, see: Callable[[Seen], None], natural: bool) -> Iterator[None]:
-        """Hand each forward that replays to `see` once its last router has chosen; with `natural` also those without
-        replay that train, or that `decides` describes."""
+    def listening(self, see: Callable[[Seen], None], unconstrained: bool) -> Iterator[None]:
+        """Hand each forward that replays to `see` once its last router has chosen; with `unconstrained` also those
+        without replay that train, or that `decides` describes."""
         begun = torch.is_grad_enabled(), self.model.training
 
         def attention(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -387,13 +390,13 @@ class Forwards:
         def tokens(shape: torch.Size, ids: Tensor | None) -> None:
             self._shape = shape
 
-        def routed(site: int, used: Tensor, choice: Tensor, output: Any) -> None:
-            replay = sites[0].replay
-            if not (replay or natural and (self._trains or self._decides is not None)):
+        def routed(moe_layer: int, used: Tensor, choice: Tensor, output: Any) -> None:
+            replay = moe_layers[0].replay
+            if not (replay or unconstrained and (self._trains or self._decides is not None)):
                 return
-            read = None if replay else self._scores(site, used, choice, output)
-            self._recording.routed(site, chosen(used, choice), read, None)
-            if site == len(self.modules) - 1:
+            read = None if replay else self._scores(moe_layer, used, choice, output)
+            self._recording.routed(moe_layer, chosen(used, choice), read, None)
+            if moe_layer == len(self.modules) - 1:
                 see(self._seen(len(used), replay))
 
         self._forget()
@@ -402,13 +405,13 @@ class Forwards:
                 scope.enter_context(module.register_forward_pre_hook(attention, with_kwargs=True))
                 scope.enter_context(module.register_forward_hook(lambda *_: self._forget(), always_call=True))
             scope.enter_context(forwards_watched(self.model, self.modules, tokens))
-            sites = scope.enter_context(hooked(self.modules, "listeners", routed))
+            moe_layers = scope.enter_context(hooked(self.modules, "listeners", routed))
             yield
 
     # ------------------------------------------------------------------ how
-    def _scores(self, site: int, used: Tensor, choice: Tensor, output: Any) -> dict[str, Tensor] | None:
+    def _scores(self, moe_layer: int, used: Tensor, choice: Tensor, output: Any) -> dict[str, Tensor] | None:
         try:
-            return read_scores(self.modules[site], used, choice, output) if self.scored else None
+            return read_scores(self.modules[moe_layer], used, choice, output) if self.scored else None
         except RoutingError:
             self.scored = False
             return None

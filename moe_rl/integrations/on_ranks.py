@@ -120,7 +120,7 @@ def shared_rows(parts: Sequence[RoutingTrace], rows: Sequence[Tensor], batch: Ro
     """The traces of all forwards of all ranks, each over some rows of the batch, as one; collective, and every rank has
     as many. The ids are in the memory of a machine once, and a few rows of them at a time on the way."""
     layout = parts[0].layout
-    ids, fills = one_per_machine((*batch.tokens.shape, len(layout.sites), layout.top_k), layout.dtype)
+    ids, fills = one_per_machine((*batch.tokens.shape, len(layout.moe_layers), layout.top_k), layout.dtype)
     if fills:
         ids.fill_(layout.unknown)
     step = max(1, CHUNK // (ranks.world() * ids[0].nbytes))

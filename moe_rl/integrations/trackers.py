@@ -1,7 +1,7 @@
 """The rows of runs to TensorBoard and to Weights & Biases (`wandb`): while a run trains, or afterwards (`export`).
 
 A point is a number of a row, named `<table>/<column of the data dictionary>` and by the row's other keys, as in
-`layers/expert_change_rate/site_3`. Its place on the x axis is the row's step. Single completions are left out.
+`layers/expert_change_rate/moe_layer_3`. Its place on the x axis is the row's step. Single completions are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tracked:
 
     study: str
     arm: str
-    factors: str
+    condition: str
     seed: int
     config: Mapping[str, Any]
     created: float
@@ -47,8 +47,8 @@ class Tracked:
 
     @property
     def place(self) -> str:
-        """Where it lies: study/arm/factors/seed=n."""
-        return f"{self.study}/{self.arm}/{self.factors}/seed={self.seed}"
+        """Where it lies: study/arm/condition/seed=n."""
+        return f"{self.study}/{self.arm}/{self.condition}/seed={self.seed}"
 
 
 class Tracker(Protocol):
@@ -62,7 +62,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in `<folder>/<study>/<arm>/<factors>/seed=<n>`. Numbers are float32, as all of TensorBoard's."""
+    """Event files in `<folder>/<study>/<arm>/<condition>/seed=<n>`. Numbers are float32, as all of TensorBoard's."""
 
     package = "tensorboard"
 
@@ -82,7 +82,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Project: the study; group: the arm; job type: the factors. Each seed is one run, whose id is made of its place
+    """Project: the study; group: the arm; job type: the condition. Each seed is one run, whose id is made of its place
     and the time of its creation. `WANDB_MODE=offline` writes folders for `wandb sync`."""
 
     package, hint = "wandb", "; WANDB_MODE=offline needs neither a login nor a network"
@@ -94,10 +94,10 @@ class WandB:
         self._run = wandb.init(
             project=run.study,
             group=run.arm,
-            job_type=run.factors,
+            job_type=run.condition,
             id=hashlib.sha256(f"{run.place} {run.created}".encode()).hexdigest()[:16],
             resume="allow",
-            name=f"{run.arm}/{run.factors}/seed={run.seed}",
+            name=f"{run.arm}/{run.condition}/seed={run.seed}",
             config=dict(run.config),
             dir=str(folder),
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True),
@@ -173,7 +173,7 @@ def export(root: Path, target: str) -> Iterator[str]:
     frames = load_study(root, unfinished=True, mix_code=True)
     tables = {name: dict(iter(frame.groupby(LABELS[:4]))) for name, frame in frames.tables.items()}
     for row in frames.runs.itertuples():
-        key = (row.study, row.arm, row.factors, row.seed)
+        key = (row.study, row.arm, row.condition, row.seed)
         rows = {name: _measured(by_run[key]) for name, by_run in tables.items() if key in by_run}
         run = Tracked(*key, config=json.loads(row.config), created=row.created)
         values, end = values_of(rows), run.created

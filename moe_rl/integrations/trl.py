@@ -30,7 +30,7 @@ except ImportError as error:
     raise ImportError("moe_rl.integrations.trl needs TRL: pip install 'moe_rl[trl]'") from error
 
 OLD_ROUTES = "old_routes"
-"""Key in TRL's inputs: the experts to replay, [batch, prompt + completion, site, k]."""
+"""Key in TRL's inputs: the experts to replay, [batch, prompt + completion, MoE layer, k]."""
 ENGINE_ROUTES = "routed_experts"
 """Key in what a `rollout_func` returns: one payload of an engine per completion, as `decode_routes` reads it."""
 ROUTES = ("old_policy", "rollout", "live")
@@ -94,7 +94,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
         self._scored: list[tuple[Tensor, Tensor]] | None = None
         """While a generation batch is scored: log-probs and routes of each scoring forward of the policy."""
         self._engine_routes: list[Tensor] = []
-        """Of the last generation batch: the engine's experts, [input, site, k] per completion."""
+        """Of the last generation batch: the engine's experts, [input, MoE layer, k] per completion."""
         self._inputs: dict[str, Any] | None = None
         """While a loss is computed: its inputs, until its forward begins."""
         self._step_scope: ExitStack | None = None
@@ -179,23 +179,23 @@ class ReplayGRPOTrainer(GRPOTrainer):
         if self.routes == "rollout":  # an engine never reads the last token, and nothing depends on its experts
             routed = routed * torch.nn.functional.pad(routed[:, 1:], (0, 1))
         old = self._trace(inputs[OLD_ROUTES], input_ids, routed)
-        decides, natural = _decides(inputs, old.attention_mask), None
+        decides, unconstrained = _decides(inputs, old.attention_mask), None
         with self.monitor:
             if self.routes == "live":
                 self.monitor.decides(decides)
-                scored, natural = self._record(lambda: score(model), input_ids, attention_mask)
+                scored, unconstrained = self._record(lambda: score(model), input_ids, attention_mask)
             else:
                 if self.monitor.measures:
                     plain = {"compute_entropy": False, "compute_aux_loss": False}
                     self.monitor.decides(decides)
                     with torch.no_grad(), self._random_state_kept():
-                        _, natural = self._record(lambda: score(self.model, **plain), input_ids, attention_mask)
+                        _, unconstrained = self._record(lambda: score(self.model, **plain), input_ids, attention_mask)
                 self._replay_until_backward(old)
                 self.monitor.decides(decides)
                 scored = score(model)
         self._log("routing", MONITORED, self.monitor.row())
-        if natural is not None:
-            self._log_change(old, natural, decides)
+        if unconstrained is not None:
+            self._log_change(old, unconstrained, decides)
         if "old_per_token_logps" in inputs:
             self._log_ratios(scored[0].detach() - inputs["old_per_token_logps"], inputs)
         return scored
@@ -218,9 +218,9 @@ class ReplayGRPOTrainer(GRPOTrainer):
         ids = torch.cat(rows).unflatten(0, tuple(input_ids.shape))
         return scored, self._trace(ids, input_ids, attention_mask)
 
-    def _place_engine_routes(self, mask: Bool[Tensor, "batch time"]) -> Integer[Tensor, "batch time site k"]:
+    def _place_engine_routes(self, mask: Bool[Tensor, "batch time"]) -> Integer[Tensor, "batch time moe_layer k"]:
         """The engine's experts at the tokens of a generation batch that `mask` lets in. A last token has none."""
-        shape = (*mask.shape, len(self.layout.sites), self.layout.top_k)
+        shape = (*mask.shape, len(self.layout.moe_layers), self.layout.top_k)
         ids = torch.full(shape, self.layout.unknown, dtype=self.layout.dtype)
         for row, real, routes in zip(ids, mask.cpu(), self._engine_routes, strict=True):
             where = real.nonzero()[: len(routes), 0]
@@ -251,7 +251,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
         self._step_scope.enter_context(replay_routing(self.model, old))
 
     def _trace(
-        self, ids: Integer[Tensor, "batch time site k"], input_ids: Tensor, attention_mask: Tensor
+        self, ids: Integer[Tensor, "batch time moe_layer k"], input_ids: Tensor, attention_mask: Tensor
     ) -> RoutingTrace:
         """Padding on either side, and completions that TRL masks as truncated, are unknown and route freely."""
         mask = attention_mask.bool()

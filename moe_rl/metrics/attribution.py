@@ -1,6 +1,6 @@
 """How much of the spread of log-ratios goes with route changes. NumPy only: tables are pooled with it too.
 
-On the same tokens and weights: D = log r under natural routes, R = log r under replayed routes, J = D - R. Then
+On the same tokens and weights: D = log r under unconstrained routes, R = log r under replayed routes, J = D - R. Then
 Var(D) = Var(R) + Var(J) + 2·Cov(R, J). The J part is *associated with* route changes, not caused by them.
 """
 
@@ -37,9 +37,9 @@ class AttributionSums:
     """The KEPT largest D², descending: which tokens are the top 0.1 % is known only after pooling."""
 
     @staticmethod
-    def of(natural: NDArray[np.float64], replayed: NDArray[np.float64]) -> AttributionSums:
+    def of(unconstrained: NDArray[np.float64], replayed: NDArray[np.float64]) -> AttributionSums:
         """The sums of some tokens' log-ratios, one value per token."""
-        d, r = natural.astype(np.float64), replayed.astype(np.float64)
+        d, r = unconstrained.astype(np.float64), replayed.astype(np.float64)
         j, squares = d - r, d * d
         return AttributionSums(
             n=len(d),

@@ -26,10 +26,10 @@ LOG_SUMS = ("_log_n", "_log_r", "_log_r2")
 
 
 class Pooled(dict[str, Tensor]):
-    """Float64 sums by name, of every site or of all tokens. `+` pools two sets of tokens; `Pooled()` is empty.
+    """Float64 sums by name, of every MoE layer or of all tokens. `+` pools two sets of tokens; `Pooled()` is empty.
 
-    `volatility_tokens` and `volatility_unknown` count the tokens compared at every site, and those left out there;
-    `tokens` counts the tokens known at every site. `load` is [site, expert].
+    `volatility_tokens` and `volatility_unknown` count the tokens compared at every MoE layer, and those left out there;
+    `tokens` counts the tokens known at every MoE layer. `load` is [MoE layer, expert].
     """
 
     def __add__(self, other: Pooled) -> Pooled:
@@ -59,12 +59,15 @@ class Pooled(dict[str, Tensor]):
             elif name == "volatility_unknown":
                 row[name] = float(value.sum())
             elif name == "load":
-                sites = self._load_rows()
-                row |= {column: sum(site[column] for site in sites) / len(sites) for column in sites[0]}
+                moe_layers = self._load_rows()
+                row |= {
+                    column: sum(moe_layer[column] for moe_layer in moe_layers) / len(moe_layers)
+                    for column in moe_layers[0]
+                }
         return row
 
-    def site_rows(self) -> list[dict[str, float]]:
-        """Means of every site, of the sums that are counted by site."""
+    def moe_layer_rows(self) -> list[dict[str, float]]:
+        """Means of every MoE layer, of the sums that are counted by MoE layer."""
         columns: dict[str, list[float]] = {}
         for name, value in self.items():
             if name in DIVIDED_BY and value.dim():
@@ -72,18 +75,18 @@ class Pooled(dict[str, Tensor]):
             elif name in ("volatility_tokens", "volatility_unknown"):
                 columns[name] = value.tolist()
             elif name == "load":
-                sites = self._load_rows()
-                columns |= {column: [site[column] for site in sites] for column in sites[0]}
-        return [dict(zip(columns, site, strict=True)) for site in zip(*columns.values(), strict=True)]
+                moe_layers = self._load_rows()
+                columns |= {column: [moe_layer[column] for moe_layer in moe_layers] for column in moe_layers[0]}
+        return [dict(zip(columns, moe_layer, strict=True)) for moe_layer in zip(*columns.values(), strict=True)]
 
     def _load_rows(self) -> list[dict[str, float]]:
         return [load_row(counts[~counts.isnan()]) for counts in self["load"].cpu()]
 
 
 def load_row(counts: Float[Tensor, " expert"]) -> dict[str, float]:
-    """Of the slots that each of a site's E experts fills, f_e being its share: `load_entropy` = -Σ f log f / log E (1
-    is balanced), `load_max_violation` = max f / mean f - 1 (arXiv 2408.15664), `load_cv` = std f / mean f (population),
-    and `load_dead_experts`, the number with f_e < 0.01 / E."""
+    """Of the slots that each of an MoE layer's E experts fills, f_e being its share: `load_entropy` = -Σ f log f / log
+    E (1 is balanced), `load_max_violation` = max f / mean f - 1 (arXiv 2408.15664), `load_cv` = std f / mean f
+    (population), and `load_dead_experts`, the number with f_e < 0.01 / E."""
     experts, total = len(counts), float(counts.sum())
     relative = counts / total * experts if total else torch.full_like(counts, math.nan)  # 1 is a fair share
     entropy = -torch.xlogy(relative / experts, relative / experts).sum()

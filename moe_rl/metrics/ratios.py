@@ -79,11 +79,13 @@ def clip_fractions(
 
 
 def attribution(
-    natural: Float[Tensor, "batch time"], replayed: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
+    unconstrained: Float[Tensor, "batch time"], replayed: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
 ) -> AttributionSums:
     """The part of Var(log r) that goes with route changes, as sums, from the log-ratios of the same tokens and weights
     under unconstrained and under replayed routes. Use tokens not yet trained on."""
-    return AttributionSums.of(natural[boolean(mask)].double().cpu().numpy(), replayed[mask].double().cpu().numpy())
+    return AttributionSums.of(
+        unconstrained[boolean(mask)].double().cpu().numpy(), replayed[mask].double().cpu().numpy()
+    )
 
 
 def _spread(unit: str, log_ratio: NDArray[np.float64]) -> dict[str, float]:

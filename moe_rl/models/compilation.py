@@ -16,7 +16,7 @@ from torch import nn
 
 from moe_rl.errors import ConfigError
 from moe_rl.registry import unknown
-from moe_rl.routing.sites import find_sites
+from moe_rl.routing.moe_layers import find_moe_layers
 
 RECOMPILE_LIMIT = 64
 """Graphs of one kind of part. torch's own limit, 8, is reached by lengths of 1, gradients on and off, and adapters."""
@@ -44,7 +44,7 @@ def find_parts(model: nn.Module) -> Parts:
     layers = decoder_layers(model)
     if layers is None:
         raise ConfigError(f"compile: {type(model).__name__} has no list of decoder layers. Leave compile out.")
-    routers = {id(site.module) for site in find_sites(model)}
+    routers = {id(moe_layer.module) for moe_layer in find_moe_layers(model)}
 
     def visit(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in module.named_children():

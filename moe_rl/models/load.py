@@ -19,7 +19,7 @@ from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.registry import import_component, unknown
-from moe_rl.routing.sites import find_sites
+from moe_rl.routing.moe_layers import find_moe_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -149,8 +149,8 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
         if model_config.name not in PRESETS and wide != dtype:
             # Routers that were trained in this dtype may be saved in it: read as the rest, they would be rounded.
             wide_model = load_weights(model_config.name, wide, trust_remote_code)
-            for site, exact in zip(find_sites(model), find_sites(wide_model), strict=True):
-                site.module.load_state_dict(exact.module.state_dict())
+            for moe_layer, exact in zip(find_moe_layers(model), find_moe_layers(wide_model), strict=True):
+                moe_layer.module.load_state_dict(exact.module.state_dict())
     import_component("operators", "cpu_kernels", "moe_rl.integrations.cpu_kernels:use_cpu_kernels")(model)
     return LoadedModel(model, tokenizer)
 
@@ -356,9 +356,9 @@ def make_deterministic() -> None:
 def keep_routers_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep the parameters of every router in `dtype`, and cast its inputs. Its logits and combine weights are then of
     this dtype; the experts read hidden states in the model's."""
-    for site in find_sites(model):
-        site.module.to(dtype)
-        site.module.register_forward_pre_hook(_cast, with_kwargs=True)
+    for moe_layer in find_moe_layers(model):
+        moe_layer.module.to(dtype)
+        moe_layer.module.register_forward_pre_hook(_cast, with_kwargs=True)
 
 
 def _cast(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError, Diverged
+from moe_rl.errors import ConfigError, Diverged, renamed_arguments
 from moe_rl.objectives.advantages import advantage_of, explain_zeros
 from moe_rl.objectives.losses import CLIPS, LOSSES, MEANS, CorrectionInputs, LossInputs, LossOutput, Mask, PerToken
 from moe_rl.objectives.methods import arm as arm_of_text
@@ -66,13 +66,17 @@ class Objective:
         mask = self.filter_tokens(x)
         x = dataclasses.replace(x, mask=mask)
         factors = [compute_factors(one, x) for one in self.corrections if "policy" not in needs_of(one)]
-        trust = functools.reduce(torch.mul, factors) if factors else None
-        return MiniBatch(**vars(rows) | {"mask": mask, "weights": self.aggregate(mask), "trust": trust})
+        importance_weights = functools.reduce(torch.mul, factors) if factors else None
+        return MiniBatch(
+            **vars(rows) | {"mask": mask, "weights": self.aggregate(mask), "importance_weights": importance_weights}
+        )
 
     def attach_statistics(self, mini_batch: MiniBatch, logprobs: PerToken, entropy: PerToken) -> MiniBatch:
-        """The mini-batch, which has its weights, with its marks, from the policy's log-probs and entropy of all of
-        it."""
-        return dataclasses.replace(mini_batch, marks=self.loss(_all_inputs(mini_batch, logprobs, entropy)).marks)
+        """The mini-batch, which has its weights, with its batch statistics, from the policy's log-probs and entropy of
+        all of it."""
+        return dataclasses.replace(
+            mini_batch, batch_statistics=self.loss(_all_inputs(mini_batch, logprobs, entropy)).batch_statistics
+        )
 
     def __call__(self, part: MiniBatch, logprobs: PerToken, entropy: PerToken, **further: Any) -> LossOutput:
         """The loss on some rows of a mini-batch, from the policy's log-probs and entropy of its tokens."""
@@ -98,9 +102,11 @@ class Objective:
         factors = [
             compute_factors(correction, x)
             for correction in self.corrections
-            if x.trust is None or "policy" in needs_of(correction)
+            if x.importance_weights is None or "policy" in needs_of(correction)
         ]
-        weights = functools.reduce(torch.mul, factors, x.weights if x.trust is None else x.weights * x.trust)
+        weights = functools.reduce(
+            torch.mul, factors, x.weights if x.importance_weights is None else x.weights * x.importance_weights
+        )
         output = self.loss(dataclasses.replace(x, weights=weights))
         if not isinstance(output, LossOutput):
             kind = type(output).__name__
@@ -110,7 +116,7 @@ class Objective:
         for part, shape in (("loss", ()), ("log_ratio", x.mask.shape), ("clipped_by", x.mask.shape)):
             _require_shape(getattr(output, part), shape, f"the loss {_name(self.loss)} returned a {part}")
         loss, metrics = output.loss, dict(output.metrics)
-        for factor in factors if x.trust is None else [x.trust, *factors]:
+        for factor in factors if x.importance_weights is None else [x.importance_weights, *factors]:
             acted = int((((factor - 1).abs() > 1e-6) & x.mask).sum())
             metrics["corrected_tokens"] = metrics.get("corrected_tokens", 0) + acted
         for name, term in self.terms.items():
@@ -141,8 +147,8 @@ def _all_inputs(part: MiniBatch, logprobs: PerToken, entropy: PerToken, **furthe
         logprobs=logprobs,
         entropy=entropy,
         weights=part.weights,
-        trust=part.trust,
-        marks=part.marks,
+        importance_weights=part.importance_weights,
+        batch_statistics=part.batch_statistics,
         ratio_logprobs=part.ratio_logprobs,
         lag=None if part.lag is None else part.lag.to(logprobs.dtype),
         **further,
@@ -214,6 +220,7 @@ def objective_of(arm: Arm) -> Objective:
     return objective
 
 
+@renamed_arguments(trust="importance_weights", marks="batch_statistics")
 def policy_loss(
     arm: Arm | Part,
     *,
@@ -231,8 +238,8 @@ def policy_loss(
     `advantages` are one per row or per token. `further` are the other fields of `LossInputs` that the arm needs; under
     anchor='engine' `rollout_logprobs` replace `old_logprobs`. For a part of a mini-batch give `weights`: its rows of
     `objective_of(arm).aggregate(mask)` over the whole. Parts then only add; if a correction or the loss takes
-    statistics of the mini-batch, give its `trust` and `marks`, too. Filters take tokens out of `mask`, and cannot be
-    used with `weights`. Types of less than 32 bits are computed in float32.
+    statistics of the mini-batch, give its `importance_weights` and `batch_statistics`, too. Filters take tokens out of
+    `mask`, and cannot be used with `weights`. Types of less than 32 bits are computed in float32.
 
     Raises ConfigError for inputs that are missing, of another shape or not finite, for an arm with routes or advantages
     of its own (see docs/your_trainer.md), and for a part without the statistics of its mini-batch; warns where that is
@@ -348,8 +355,8 @@ def correction_weights(arm: Arm | str, **inputs: Any) -> PerToken:
 def _require_statistics(objective: Objective, x: LossInputs, weights: PerToken | None) -> None:
     """Raise ConfigError for weights of a part of a mini-batch without the statistics of all of it; warn where no
     weights are given."""
-    components: list[Callable[..., Any]] = [objective.loss] if x.marks is None else []
-    components += objective.corrections if x.trust is None else ()
+    components: list[Callable[..., Any]] = [objective.loss] if x.batch_statistics is None else []
+    components += objective.corrections if x.importance_weights is None else ()
     lacking = [
         _name(part)
         for part in components
@@ -358,7 +365,8 @@ def _require_statistics(objective: Objective, x: LossInputs, weights: PerToken |
     if not lacking or not x.mask.any():
         return
     of_all, twice = map(objective.aggregate, (x.mask, x.mask.repeat(2, 1)))
-    text = f"{' and '.join(lacking)} needs statistics of the mini-batch, not of a part. Give its marks and trust"
+    text = f"{' and '.join(lacking)} needs statistics of the mini-batch, not of a part. "
+    text += "Give its batch_statistics and importance_weights"
     if weights is None or torch.equal(of_all, twice[: len(of_all)]):  # weights of a sum do not show it
         warnings.warn(f"{text} or, of all its rows, its weights (objective_of(arm).aggregate(mask)).", stacklevel=3)
     elif not torch.allclose(weights.double(), of_all, 1e-4, 0):

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int8
 from torch import Tensor
 
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, renamed
 from moe_rl.registry import AtLeastOne, Component, NotNegative, Positive, PositiveShare, Share, lookup, needs, needs_of
 from moe_rl.routing.inputs import RouterInputs
 
@@ -55,6 +55,7 @@ class CorrectionInputs:
             raise ConfigError(f"the inputs of a loss must have one shape (batch, time), but their shapes are {shapes}")
 
 
+@renamed(trust="importance_weights", marks="batch_statistics")
 @dataclass(frozen=True, kw_only=True)
 class LossInputs(CorrectionInputs):
     """The same rows at their update. Only `logprobs` has a gradient, and `entropy` and `router` where a part needs
@@ -64,10 +65,10 @@ class LossInputs(CorrectionInputs):
     """log π_θ."""
     weights: PerToken
     """The aggregation, for a loss times the corrections: these rows of what was computed over the whole mini-batch."""
-    trust: PerToken | None = None
+    importance_weights: PerToken | None = None
     """These rows of the product of the corrections over the whole mini-batch; None: they are computed of these rows."""
-    marks: PerToken | None = None
-    """These rows of `LossOutput.marks` of the whole mini-batch; None: these rows are all of it."""
+    batch_statistics: PerToken | None = None
+    """These rows of `LossOutput.batch_statistics` of the whole mini-batch; None: these rows are all of it."""
     entropy: PerToken | None = None
     """Of the distribution each token was drawn from, in nats."""
     ratio_logprobs: PerToken | None = None
@@ -93,6 +94,7 @@ class LossInputs(CorrectionInputs):
         return torch.where(self.mask, difference, 0)
 
 
+@renamed(marks="batch_statistics")
 @dataclass(frozen=True)
 class LossOutput:
     """A loss and its effect on every token."""
@@ -106,9 +108,9 @@ class LossOutput:
     """+1 where the upper bound took a response token's gradient, -1 where the lower one did, else 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that add up over the parts of a mini-batch, e.g. the value of each term."""
-    marks: PerToken | None = None
+    batch_statistics: PerToken | None = None
     """Statistics of the whole mini-batch, per token, of a loss with `needs("mini_batch")`. It is first called on all of
-    it, without gradient; its parts get these in `LossInputs.marks`."""
+    it, without gradient; its parts get these in `LossInputs.batch_statistics`."""
 
 
 # --------------------------------------------------------------------------------------- levels of the importance ratio
@@ -453,7 +455,7 @@ def vespo(
     return weigh_logprobs(x, torch.where(x.advantages > 0, positive, negative).exp(), log_ratio)
 
 
-# ------------------------------------------ statistics of the whole mini-batch; without marks, of the rows of the call
+# ------------------------------------------ statistics of the whole mini-batch; without them, of the rows of the call
 @needs("mini_batch")
 def clip_cov(
     x: LossInputs,
@@ -474,17 +476,17 @@ def clip_cov(
     if not low < high:
         raise ConfigError(f"clip_cov(low={low:g}, high={high:g}) needs low < high")
     clipped = clip_surrogate(x, x.log_ratio, clip_low, clip_high)
-    marks = x.marks
-    if marks is None:
+    batch_statistics = x.batch_statistics
+    if batch_statistics is None:
         cov = _covariance(x)
         candidates = (x.mask & (clipped.clipped_by == 0) & (cov > low) & (cov < high)).flatten().nonzero()[:, 0]
         which = zlib.crc32(candidates.cpu().numpy().tobytes())
         order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(which ^ seed))
-        marks = _mark_first(x, candidates[order.to(candidates.device)], share)
-    gone = x.mask & (marks > 0)
+        batch_statistics = _mark_first(x, candidates[order.to(candidates.device)], share)
+    gone = x.mask & (batch_statistics > 0)
     output = clip_surrogate(replace(x, advantages=x.advantages.masked_fill(gone, 0)), x.log_ratio, clip_low, clip_high)
     side = torch.where(gone, x.advantages, output.clipped_by).sign().to(torch.int8)
-    return replace(output, clipped_by=side, marks=marks)
+    return replace(output, clipped_by=side, batch_statistics=batch_statistics)
 
 
 @needs("mini_batch")
@@ -496,10 +498,12 @@ def kl_cov(x: LossInputs, *, share: Share = 2e-4, coef: NotNegative = 0.1) -> Lo
     sign of the penalty's gradient.
     """
     highest = _covariance(x).masked_fill(~x.mask, -torch.inf).flatten().argsort(descending=True, stable=True)
-    marks = _mark_first(x, highest, share) if x.marks is None else x.marks
+    batch_statistics = _mark_first(x, highest, share) if x.batch_statistics is None else x.batch_statistics
     output = surrogate(x, exponential(x, x.log_ratio), x.log_ratio)
-    penalty = torch.where(marks > 0, x.log_ratio.abs(), 0)
-    return replace(output, loss=output.loss + coef * (x.weights.detach() * penalty).sum(), marks=marks)
+    penalty = torch.where(batch_statistics > 0, x.log_ratio.abs(), 0)
+    return replace(
+        output, loss=output.loss + coef * (x.weights.detach() * penalty).sum(), batch_statistics=batch_statistics
+    )
 
 
 @needs("mini_batch")
@@ -524,13 +528,15 @@ def sat(
         raise ConfigError("sat needs rollout_logprobs, the log-probs of the engine")
     gap = torch.where(x.mask, x.log_ratio + x.old_logprobs - x.rollout_logprobs, 0).detach()
     sizes = gap.abs()
-    marks = x.marks
-    if marks is None:
-        marks = torch.full_like(gap, sizes[x.mask].quantile(quantile).item() if bool(x.mask.any()) else 0.0)
-    hill = torch.where((sizes > marks) & (marks > 0), 1 / (1 + (sizes / marks) ** exponent), 1)
+    batch_statistics = x.batch_statistics
+    if batch_statistics is None:
+        batch_statistics = torch.full_like(gap, sizes[x.mask].quantile(quantile).item() if bool(x.mask.any()) else 0.0)
+    hill = torch.where(
+        (sizes > batch_statistics) & (batch_statistics > 0), 1 / (1 + (sizes / batch_statistics) ** exponent), 1
+    )
     ratio = x.log_ratio if base == "grpo" else sequence_value(x.log_ratio, x.mask)
     low, high = clip_low * torch.where(gap < 0, hill, 1), clip_high * torch.where(gap > 0, hill, 1)
-    return replace(clip_surrogate(x, ratio, low, high), marks=marks)
+    return replace(clip_surrogate(x, ratio, low, high), batch_statistics=batch_statistics)
 
 
 @needs("mini_batch", "entropy")
@@ -546,12 +552,14 @@ def high_entropy(
     loss = lookup("loss", Component(base, **(options or {})), LOSSES)
     if needs_of(loss) or x.entropy is None:
         raise ConfigError(f"high_entropy(base={base!r}) needs entropy, and a base that needs log-probs only")
-    entropy, marks = x.entropy.detach(), x.marks
-    if marks is None:
+    entropy, batch_statistics = x.entropy.detach(), x.batch_statistics
+    if batch_statistics is None:
         least = entropy[x.mask].quantile(1 - share) if bool(x.mask.any()) else 0.0
-        marks = (x.mask & (entropy >= least)).to(entropy.dtype)
-    output = loss(replace(x, weights=x.weights * marks, marks=None))
-    return replace(output, clipped_by=torch.where(marks > 0, output.clipped_by, 0), marks=marks)
+        batch_statistics = (x.mask & (entropy >= least)).to(entropy.dtype)
+    output = loss(replace(x, weights=x.weights * batch_statistics, batch_statistics=None))
+    return replace(
+        output, clipped_by=torch.where(batch_statistics > 0, output.clipped_by, 0), batch_statistics=batch_statistics
+    )
 
 
 def _covariance(x: LossInputs) -> PerToken:

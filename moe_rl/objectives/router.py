@@ -30,11 +30,10 @@ def rspo(
 ) -> LossOutput:
     """The loss `base` on the ratio γ · w, γ = sg[max(floor, exp(−mean |log p_θ(e) − log p_old(e)|))].
 
-    The mean is over sites and over the experts that π_old used, p over all experts. RSPO, arXiv 2510.23027, eq. 5 to
-    11: over GMPO, floor 0.8. `base` has `options`. γ is inside the ratio, before the clip, so it is no correction. A
+    The mean is over MoE layers and over the experts that π_old used, p over all experts. RSPO, arXiv 2510.23027, eq. 5
+    to 11: over GMPO, floor 0.8. `base` has `options`. γ is inside the ratio, before the clip, so it is no correction. A
     floor of 1, or routers that have not moved: `base`. A fork of verl has another weight. Raises ConfigError for a base
-    that needs more than log-probs.
-    """
+    that needs more than log-probs."""
     loss = lookup("loss", Component(base, **(options or {})), LOSSES, suggest_field)
     if needs_of(loss):
         raise ConfigError(f"rspo(base={base!r}): the base must need log-probs only, not {sorted(needs_of(loss))}")
@@ -46,10 +45,10 @@ def rspo(
 
 
 def router_shift(router: RouterInputs) -> PerToken:
-    """Mean over sites and over π_old's experts of |log p_θ − log p_old|, in nats, without gradient."""
+    """Mean over MoE layers and over π_old's experts of |log p_θ − log p_old|, in nats, without gradient."""
     shifts = []
-    for site, (new, old) in enumerate(zip(router.log_probs, router.old_log_probs, strict=True)):
-        ids = router.old_used[:, :, site]
+    for moe_layer, (new, old) in enumerate(zip(router.log_probs, router.old_log_probs, strict=True)):
+        ids = router.old_used[:, :, moe_layer]
         gap = (new.detach() - old).gather(-1, ids.clamp(min=0)).abs().where(ids >= 0, 0)
         shifts.append(gap.sum(-1) / (ids >= 0).sum(-1).clamp(min=1))
     return torch.stack(shifts).mean(0).where(router.weights > 0, 0)
@@ -62,7 +61,7 @@ def router_kl(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
     The "low_var_kl" (k3) of a fork of verl with RSPO's weight, over the loss's tokens. Over all experts alike it is a
     convex gap with the gradient 1 − p_old/p_θ per log-prob, not KL(p_θ ‖ p_old). 0 at equal routers.
     """
-    return coef * _per_site(x, "router_kl", lambda new, old: (torch.expm1(old - new) - (old - new)).mean(-1))
+    return coef * _per_moe_layer(x, "router_kl", lambda new, old: (torch.expm1(old - new) - (old - new)).mean(-1))
 
 
 @needs("router")
@@ -72,7 +71,7 @@ def router_logits(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
     A softmax does not depend on that mean. No published method: the quadratic neighbour of `router_kl`, over the same
     tokens. 0 at equal routers.
     """
-    return coef * _per_site(x, "router_logits", lambda new, old: (new - old).var(-1, correction=0))
+    return coef * _per_moe_layer(x, "router_logits", lambda new, old: (new - old).var(-1, correction=0))
 
 
 @needs("router")
@@ -80,7 +79,7 @@ def z_loss(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
     """coef · Σ over layers of the mean over tokens of (log Σ_e exp z(e))².
 
     ST-MoE, arXiv 2202.08906, eq. 5, where coef is 1e-3. As in Megatron-LM, the tokens are all real ones of the
-    mini-batch, prompts included, and sites add up. 0 for logits with Σ exp z = 1.
+    mini-batch, prompts included, and MoE layers add up. 0 for logits with Σ exp z = 1.
     """
     router = _router(x, "z_loss")
     return coef * torch.stack([_mean(router, logits.logsumexp(-1) ** 2) for logits in router.logits]).sum()
@@ -91,10 +90,9 @@ def load_balance(x: LossInputs, *, coef: float, routes: Literal["live", "replaye
     """coef · Σ over layers of E · Σ_e sg[f_e] · P_e, f_e the share of slots, P_e the mean probability of expert e.
 
     Switch, arXiv 2101.03961, eq. 4 to 6, where coef is 1e-2; f over k slots and over the tokens of `z_loss`, as in
-    Megatron-LM; coef per site at even f. transformers does not divide by k, and pools the layers before f · P. f and P
-    are of the whole mini-batch: where it is cut, f costs a forward of all of it. Under replay f counts the choice of
-    the live routers, or the "replayed" experts.
-    """
+    Megatron-LM; coef per MoE layer at even f. transformers does not divide by k, and pools the layers before f · P. f
+    and P are of the whole mini-batch: where it is cut, f costs a forward of all of it. Under replay f counts the choice
+    of the live routers, or the "replayed" experts."""
     router = _router(x, "load_balance")
     load = router.loads()["preferred" if routes == "live" else "used"]
     pairs = zip(load, router.log_probs, strict=True)
@@ -112,8 +110,8 @@ def _mean(router: RouterInputs, values: PerToken) -> Float[Tensor, ""]:
     return (router.weights * torch.where(router.weights > 0, values, 0)).sum()
 
 
-def _per_site(x: LossInputs, who: str, gap: Callable[[Tensor, Tensor], PerToken]) -> Float[Tensor, ""]:
-    """Σ weights over the loss's tokens of the mean over sites of a gap between log-probs of π_θ and of π_old."""
+def _per_moe_layer(x: LossInputs, who: str, gap: Callable[[Tensor, Tensor], PerToken]) -> Float[Tensor, ""]:
+    """Σ weights over the loss's tokens of the mean over MoE layers of a gap between log-probs of π_θ and of π_old."""
     router = _router(x, who)
     gaps = [gap(new, old) for new, old in zip(router.log_probs, router.old_log_probs, strict=True)]
     return (x.weights * torch.where(x.mask, torch.stack(gaps).mean(0), 0)).sum()

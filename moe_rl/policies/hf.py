@@ -40,8 +40,8 @@ from moe_rl.policies.optimizer import (
 from moe_rl.registry import checked
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
+from moe_rl.routing.moe_layers import find_moe_layers
 from moe_rl.routing.router_noise import Noise, disturbed
-from moe_rl.routing.sites import find_sites
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import MiniBatch, Rollouts, Scored, Stage, Updated
 
@@ -263,7 +263,7 @@ class HFPolicy:
         if "load" in objective.needs and len(batch.tokens[self._cut(batch, self.micro_batch)[0]]) < len(batch):
             scored = self.score(batch, batch.routes, noise=noise)
             load = load_of(weights, scored.routes, scored.preferred)
-            load = {kind: tuple(share.to(self.device) for share in sites) for kind, sites in load.items()}
+            load = {kind: tuple(share.to(self.device) for share in moe_layers) for kind, moe_layers in load.items()}
 
         def inputs_of(rows: Rows, part: MiniBatch, routed: Routed) -> dict[str, Any]:
             here = weights[rows][:, : part.tokens.shape[1]].to(self.device)
@@ -401,19 +401,19 @@ def join(parts: Sequence[tuple], batch: Rollouts, cuts: Sequence[Rows]) -> list:
 
 # ---------------------------------------------------------------------- loss-free balancing
 def correction_biases(model: nn.Module) -> list[Tensor]:
-    """The bias with which every site's router chooses, and does not weigh. Raises ConfigError for a family whose
+    """The bias with which every MoE layer's router chooses, and does not weigh. Raises ConfigError for a family whose
     routers have none of their own, and for one in a dtype that rounds small steps away."""
     biases = []
-    for site in find_sites(model):
-        bias = getattr(site.module, BIAS, None)
+    for moe_layer in find_moe_layers(model):
+        bias = getattr(moe_layer.module, BIAS, None)
         if not isinstance(bias, Tensor):
             raise ConfigError(
-                f"optimizer.loss_free_bias: {site.site.name} ({type(site.module).__name__}) has no "
+                f"optimizer.loss_free_bias: {moe_layer.moe_layer.name} ({type(moe_layer.module).__name__}) has no "
                 f"{BIAS}. Use a family that has one, such as deepseek_v3 or glm4_moe."
             )
         if bias.dtype not in (torch.float32, torch.float64):
             raise ConfigError(
-                f"optimizer.loss_free_bias: the bias of {site.site.name} is {bias.dtype}, which is too "
+                f"optimizer.loss_free_bias: the bias of {moe_layer.moe_layer.name} is {bias.dtype}, which is too "
                 "coarse for steps of 0.001. Set model.router_dtype='float32'."
             )
         biases.append(bias)
@@ -424,10 +424,10 @@ def correction_biases(model: nn.Module) -> list[Tensor]:
 def balance(biases: list[Tensor], live: RoutingTrace, step: float, first: int = 0) -> None:
     """b_e += step · sign(mean count − count_e), counts of the `live` choices of real tokens: loss-free balancing, arXiv
     2408.15664, algorithm 1. Replayed choices would count what no bias can change. A count at the mean moves nothing.
-    The biases are those of the sites from `first` on.
+    The biases are those of the MoE layers from `first` on.
     """
     ids = live.ids()
-    for site, bias in enumerate(biases, first):
-        chosen = ids[:, :, site]
+    for moe_layer, bias in enumerate(biases, first):
+        chosen = ids[:, :, moe_layer]
         count = torch.bincount(chosen[chosen >= 0], minlength=len(bias)).to(bias.device, bias.dtype)
         bias += step * (count.mean() - count).sign()

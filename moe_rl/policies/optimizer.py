@@ -14,7 +14,7 @@ from moe_rl import ranks
 from moe_rl.config import Optimizer
 from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.models.master_weights import TrainedWeights, is_narrow
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.moe_layers import router_parameters
 
 
 def make_optimizer(weights: TrainedWeights, settings: Optimizer) -> torch.optim.Optimizer:

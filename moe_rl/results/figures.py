@@ -1,7 +1,7 @@
 """Figures of a study, from its tables alone, and their names: FIGURES, `against:<factor>[:<metric>]`, and a user's own.
 
 Each figure is a function `(frames, arms) -> Figure`; `arms` is the study's order, which fixes the colours. `frames`
-holds one combination of factors, or all of them for those that are TOGETHER. A figure whose columns nobody measured
+holds one condition, or all of them for those that are TOGETHER. A figure whose columns nobody measured
 raises RunError.
 """
 
@@ -52,11 +52,11 @@ LEARNING = {
 }
 NONE = pd.Series(dtype=float)
 GAPS = {
-    "engine_{}_natural": "engine against\npolicy",
+    "engine_{}_unconstrained": "engine against\npolicy",
     "engine_{}_replayed": "routes\nreplayed (R3)",
     "noise_floor_{}": "noise\nfloor",
 }
-DIFFER = "token × site pairs, S ≠ S′"
+DIFFER = "token × MoE layer pairs, S ≠ S′"
 POINTS = 25
 """Most points of a curve over steps: more are averaged within windows of equal length, so that bands stay readable."""
 
@@ -129,16 +129,21 @@ def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
 
 @plots.styled
 def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
-    """Share of expert slots that change over one step, over training and per routing site (GSPO, section 5.3)."""
+    """Share of expert slots that change over one step, over training and per routing MoE layer (GSPO, section 5.3)."""
     figure, axes = plots.new_figure(2, "How many experts change in one step?", sharey=True)
     over_steps, window = windows(frames["steps"], "expert_change_rate")
     note = plots.curves(axes[0], over_steps, "expert_change_rate", "step", arms)
-    axes[0].set(title="Over training, all sites", xlabel="step" + window)
+    axes[0].set(title="Over training, all MoE layers", xlabel="step" + window)
     axes[0].set_ylabel("expert slots changed, 1 − |S ∩ S′| / k")
     plots.curves(
-        axes[1], mean_by(frames["layers"], "expert_change_rate", "site"), "expert_change_rate", "site", arms, marker="o"
+        axes[1],
+        mean_by(frames["layers"], "expert_change_rate", "moe_layer"),
+        "expert_change_rate",
+        "moe_layer",
+        arms,
+        marker="o",
     )
-    axes[1].set(title="Per routing site, mean over steps", xlabel="routing site, in forward order")
+    axes[1].set(title="Per routing MoE layer, mean over steps", xlabel="routing MoE layer, in forward order")
     for ax in axes:
         ax.axhline(0.1, color=plots.GREY, linewidth=1.2, linestyle=":", label="“roughly 10 %”: GSPO paper, 48 layers")
         ax.yaxis.set_major_formatter(PercentFormatter(1))
@@ -148,7 +153,7 @@ def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
 
 @plots.styled
 def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
-    """Standard deviation of the token log-ratio by mini-batch index, natural and with the old routes replayed.
+    """Standard deviation of the token log-ratio by mini-batch index, unconstrained and with the old routes replayed.
 
     Sums are pooled over steps within a seed before dividing. Tokens are measured before they are trained on. In arms
     that do not replay, the replayed spread is counterfactual.
@@ -159,7 +164,7 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
         raise RunError("no run measured attribution sums, so there is nothing to draw")
     figure, axes = plots.new_figure(len(present), "How far do log-ratios spread in a step?", sharey=True)
     for ax, arm in zip(axes, present, strict=True):
-        for name, line in (("natural", "-"), ("replayed", "--")):
+        for name, line in (("unconstrained", "-"), ("replayed", "--")):
             note = plots.curves(
                 ax,
                 spread,
@@ -205,25 +210,28 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
     ax.set_xticks(range(len(SHARES)), list(SHARES.values()))
     ax.grid(axis="x", visible=False)
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    ax.set_ylabel("share of Var(log r), natural")
+    ax.set_ylabel("share of Var(log r), unconstrained")
     return plots.finish(figure, [ax], plots.note_of(bands, "whisker", "dots"))
 
 
 # ---------------------------------------------------------------------- engine and policy at equal weights
 @plots.styled
 def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
-    """Engine against policy at equal weights: routes per site (all response tokens), KL k3 and F(2) (on the probe).
+    """Engine against policy at equal weights: routes per MoE layer (all response tokens), KL k3 and F(2) (on the
+    probe).
 
     Per arm the mean over steps, beside what is left when the policy replays the engine's routes (R3, arXiv 2510.11370)
     and the noise floor: the policy scoring the same tokens twice.
     """
     figure, axes = plots.new_figure(3, "How much do engine and policy differ at equal weights?")
-    per_site = mean_by(frames["layers"], "engine_any_change_rate", "site")
-    note = plots.curves(axes[0], per_site, "engine_any_change_rate", "site", arms, marker="o")
-    floor = mean_by(frames["layers"], "noise_floor_any_change_rate", "site")
-    floor = floor.groupby("site")["noise_floor_any_change_rate"].mean()
+    per_moe_layer = mean_by(frames["layers"], "engine_any_change_rate", "moe_layer")
+    note = plots.curves(axes[0], per_moe_layer, "engine_any_change_rate", "moe_layer", arms, marker="o")
+    floor = mean_by(frames["layers"], "noise_floor_any_change_rate", "moe_layer")
+    floor = floor.groupby("moe_layer")["noise_floor_any_change_rate"].mean()
     axes[0].plot(floor.index, floor, color=plots.GREY, linestyle=":", label="noise floor")
-    axes[0].set(title="Routers that differ", xlabel="routing site, in forward order", ylabel=DIFFER, ylim=(0, None))
+    axes[0].set(
+        title="Routers that differ", xlabel="routing MoE layer, in forward order", ylabel=DIFFER, ylim=(0, None)
+    )
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
     titles = {"kl_k3": "KL k3, nats per token", "beyond_2": "F(2): tokens off by more than × 2"}
     for ax, (measure, title) in zip(axes[1:], titles.items(), strict=True):
@@ -242,24 +250,24 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
 
 # ---------------------------------------------------------------------- runs, and a number per run against a factor
 @plots.styled
-def learning_by_cell(
+def learning_by_condition(
     frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN, comparisons: Sequence[Sequence[str]] = ()
 ) -> Figure:
     """Training reward and greedy held-out exact match over steps, and the endpoint's differences within seeds: a row of
-    panels per combination of factors."""
-    figure, axes = plots.new_figure(3 * len(frames.cells), "Does it learn, and does it last?")
+    panels per condition."""
+    figure, axes = plots.new_figure(3 * len(frames.conditions), "Does it learn, and does it last?")
     panels = {column: LEARNING[column] for column in ("reward", "eval_exact_greedy")}
     notes: dict[str, str] = {}
-    for i, cell in enumerate(frames.cells):
-        row, here = axes[3 * i : 3 * i + 3], frames.cell(cell)
+    for i, condition in enumerate(frames.conditions):
+        row, here = axes[3 * i : 3 * i + 3], frames.condition(condition)
         note = draw_learning(row, panels, here, arms)
         note += draw_differences(row[2], differences_of(here, arms, endpoint, comparisons), arms, endpoint)
-        notes[note] = f"{notes[note]}, {cell}" if note in notes else cell
-        row[0].set(title=f"{cell}\n{panels['reward']}")
+        notes[note] = f"{notes[note]}, {condition}" if note in notes else condition
+        row[0].set(title=f"{condition}\n{panels['reward']}")
     limits = [ax.get_xlim() for ax in axes[2::3]]
     for ax in axes[2::3]:  # one scale, so that rows can be compared
         ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    texts = notes if len(notes) == 1 else (f"{cells}: {note}" for note, cells in notes.items())
+    texts = notes if len(notes) == 1 else (f"{names}: {note}" for note, names in notes.items())
     return plots.finish(figure, [ax for i, ax in enumerate(axes) if i % 3 < 2], "; ".join(texts))
 
 
@@ -293,7 +301,7 @@ def against_factor(
         scale = plots.scale_of(metric.column, rows["value"].to_numpy())
         note = plots.curves(left, rows, "value", "at", arms, marker="o", scale=scale)
         before = plots.before_training(frames["steps"], metric.column).groupby(level=0).mean()
-        line = before.reindex(rows["cell"]).groupby(rows["at"].to_numpy()).mean().dropna()
+        line = before.reindex(rows["condition"]).groupby(rows["at"].to_numpy()).mean().dropna()
         left.plot(line.index, line, **plots.BEFORE if len(line) else {}, gid=f"before RL {metric.column}")
         left.set(title=str(others), ylabel=metric.name)
         if scale == "logit" and (metric.column in plots.COLD_START or metric.column.startswith("eval_")):
@@ -333,7 +341,7 @@ def _ticks(ax: Axes, values: Sequence[float | str], is_number: bool) -> None:
 # ---------------------------------------------------------------------- rows of many runs, pooled
 def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Pool the attribution sums of each run (and each value of `by`), then divide: `AttributionSums.shares`, with
-    `natural_std` and `replayed_std`, the standard deviations of D and R in nats."""
+    `unconstrained_std` and `replayed_std`, the standard deviations of D and R in nats."""
     sums = ["attribution_n", *(f"attribution_sum_{s}" for s in ("d", "r", "dd", "rr", "jj", "rj"))]
     if not set(sums) <= set(updates):
         raise RunError("no run measured attribution sums. Use --set measure.detail_every=1.")
@@ -341,7 +349,7 @@ def attribution(updates: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     shares = [AttributionSums(*row).shares() for row in pooled.itertuples(index=False)]
     table = pooled.reset_index().join(pd.DataFrame(shares, columns=["variance", "replayed", "routes", "covariance"]))
     return table.assign(
-        natural_std=table["variance"] ** 0.5, replayed_std=(table["replayed"] * table["variance"]) ** 0.5
+        unconstrained_std=table["variance"] ** 0.5, replayed_std=(table["replayed"] * table["variance"]) ** 0.5
     )
 
 
@@ -377,11 +385,11 @@ FIGURES: dict[str, Draw] = {
         ratio_spread,
         variance_shares,
         engine_mismatch,
-        learning_by_cell,
+        learning_by_condition,
     )
 }
-TOGETHER = ("learning_by_cell",)
-"""Figures of all combinations of factors, as `against:…` are."""
+TOGETHER = ("learning_by_condition",)
+"""Figures of all conditions, as `against:…` are."""
 
 
 def draw(name: str, endpoint: str, comparisons: Sequence[Sequence[str]] = ()) -> Draw:
@@ -398,25 +406,34 @@ def draw(name: str, endpoint: str, comparisons: Sequence[Sequence[str]] = ()) ->
     return partial(function, **{k: v for k, v in study.items() if k in inspect.signature(function).parameters})
 
 
-def plan_figures(names: Sequence[str], cells: Sequence[str], *, every: bool = False) -> list[tuple[str, str | None]]:
-    """Which figures to draw of which combination of factors (None: of all together).
+def plan_figures(
+    names: Sequence[str], conditions: Sequence[str], *, every: bool = False
+) -> list[tuple[str, str | None]]:
+    """Which figures to draw of which condition (None: of all together).
 
     A figure of one combination is drawn where there is only one, or of `every` one.
     """
     across = [name for name in names if factor_of(name) or name in TOGETHER]
     return [(name, None) for name in across] + [
-        (name, cell) for cell in cells if every or len(cells) == 1 for name in names if name not in across
+        (name, condition)
+        for condition in conditions
+        if every or len(conditions) == 1
+        for name in names
+        if name not in across
     ]
 
 
 def draw_planned(
     frames: Frames, declared: Mapping[str, Any], *, every: bool = False
 ) -> Iterator[tuple[str, str | None, Figure | RunError]]:
-    """The figures that `plan_figures` names: name, combination of factors, and the figure, or why there is none:
+    """The figures that `plan_figures` names: name, condition, and the figure, or why there is none:
     nobody measured its columns, or a user's own function fails."""
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
-    for name, cell in plan_figures(declared["figures"], frames.cells, every=every):
-        own, here = Component(name).own and not name.startswith(ACROSS), frames if cell is None else frames.cell(cell)
+    for name, condition in plan_figures(declared["figures"], frames.conditions, every=every):
+        own, here = (
+            Component(name).own and not name.startswith(ACROSS),
+            frames if condition is None else frames.condition(condition),
+        )
         found: Figure | RunError
         try:
             found = draw(name, declared["endpoint"], declared["comparisons"])(here, arms)
@@ -428,7 +445,7 @@ def draw_planned(
             if not own:
                 raise
             found = RunError(f"{type(error).__name__}: {error}")
-        yield name, cell, found
+        yield name, condition, found
 
 
 def _check(figure: object) -> None:

@@ -232,7 +232,7 @@ def curves(
         raise RunError(f"no {x} has {column!r} of every seed, so there is no mean to draw")
     if not bands:
         raise RunError(f"no run measured {column!r}, so there is nothing to draw")
-    if x in ("step", "update", "site"):
+    if x in ("step", "update", "moe_layer"):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return note_of(bands, "band", "thin lines" if seeds_drawn else "")
 
@@ -296,10 +296,10 @@ def cold_start(ax: Axes, steps: pd.DataFrame, column: str) -> None:
 
 
 def before_training(steps: pd.DataFrame, column: str) -> pd.Series:
-    """What each run measured of the model before the first step, indexed by its combination of factors."""
+    """What each run measured of the model before the first step, indexed by its condition."""
     measured = COLD_START.get(column, column)
-    rows = steps[steps["step"] == 0].reindex(columns=["factors", measured])
-    return rows.set_index("factors")[measured].dropna()
+    rows = steps[steps["step"] == 0].reindex(columns=["condition", measured])
+    return rows.set_index("condition")[measured].dropna()
 
 
 # ---------------------------------------------------------------------- words

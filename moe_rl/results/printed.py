@@ -32,8 +32,8 @@ def check(study: Study) -> None:
         metric(name)
     if study.verdict:
         load_verdict(study.verdict, study.name, study.file)
-    cells = {planned.path.parts[-2] for planned in study.quick_form().runs(Path())}
-    known = {key for cell in cells for key in settings_of(cell)}
+    conditions = {planned.path.parts[-2] for planned in study.quick_form().runs(Path())}
+    known = {key for condition in conditions for key in settings_of(condition)}
     for name in study.figures:
         figures.draw(name, study.endpoint)
         if (factor := factor_of(name)) and factor not in known:
@@ -84,7 +84,7 @@ def print_study(
     study_file: Path | None = None,
 ) -> None:
     """One table of a study, its verdict and its figures; with `everything`, all tables, and the figures of every
-    combination of factors. `only` restricts it to some runs. Code that the folder names is run only with `trust`: see
+    condition. `only` restricts it to some runs. Code that the folder names is run only with `trust`: see
     `read_declaration`. `study_file` is the study's file, where it is known."""
     from moe_rl.results.summary import verdict_of
     from moe_rl.results.tables import short_table, study_tables, untrained, without_effect
@@ -133,14 +133,14 @@ def print_table(console: Console, shown: Shown) -> None:
 
 
 def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path, *, every: bool) -> None:
-    """Draw and save: once what spans all combinations of factors; the rest if there is only one, or with `every`.
+    """Draw and save: once what spans all conditions; the rest if there is only one, or with `every`.
 
     A figure whose columns nobody measured is named and left out.
     """
     from moe_rl.results import figures, plots
 
-    for name, cell, figure in figures.draw_planned(frames, declared, every=every):
-        where = replaced(folder if cell in (None, "base") else folder / cell, folder.parent)
+    for name, condition, figure in figures.draw_planned(frames, declared, every=every):
+        where = replaced(folder if condition in (None, "base") else folder / condition, folder.parent)
         if isinstance(figure, RunError):
             say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)
         else:

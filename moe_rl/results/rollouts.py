@@ -134,4 +134,4 @@ def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
                 .with_suffix(".html")
             )
             write_rollouts_page(path, replaced(page, report.parent))
-            yield f"{run.arm}, {run.factors}, seed {run.seed}", quote(page.relative_to(report.parent).as_posix())
+            yield f"{run.arm}, {run.condition}, seed {run.seed}", quote(page.relative_to(report.parent).as_posix())

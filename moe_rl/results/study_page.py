@@ -88,11 +88,11 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
     """What a study's page begins with, as Markdown: its set-up, and the difference of each declared comparison in the
     primary and in every further endpoint, with its 95 % interval and its p-value after Holm."""
     endpoints = [metric(name) for name in (declared["endpoint"], *declared["further_endpoints"])]
-    arms, asked, several = arms_of(frames, declared), family(declared), len(frames.cells) > 1
+    arms, asked, several = arms_of(frames, declared), family(declared), len(frames.conditions) > 1
     lines = [*head("set-up", ""), *(_row(*pair) for pair in _set_up(frames, declared, endpoints))]
     tables = (
         [
-            {(c.cell, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], one, asked)}
+            {(c.condition, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], one, asked)}
             for one in endpoints
         ]
         if declared["comparisons"]
@@ -101,9 +101,9 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
     if tables[0]:
         titles = [title for one in endpoints for title in (f"{one.name} [95 % CI]", "p")]
         lines += ["", *head("difference", *["condition"] * several, "n", *titles)]
-        for (cell, a, b), first in tables[0].items():
-            found = [table.get((cell, a, b)) for table in tables]
-            cells = [f"{a} − {b}", *[cell] * several, str(first.result.n)]
+        for (condition, a, b), first in tables[0].items():
+            found = [table.get((condition, a, b)) for table in tables]
+            cells = [f"{a} − {b}", *[condition] * several, str(first.result.n)]
             for c in found:
                 other = f" (n = {c.result.n})" if c and c.result.n != first.result.n else ""
                 cells += [f"{c.result.difference}{other}", printed_p(c.p_holm, c.result.n, ".2g")] if c else ["–", "–"]

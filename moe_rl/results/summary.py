@@ -25,7 +25,7 @@ from moe_rl.storage.columns import unknown
 from moe_rl.storage.frames import Frames
 from moe_rl.study.declaration import ACROSS, find_study_file, load_verdict
 
-RUN = ["arm", "factors", "seed"]
+RUN = ["arm", "condition", "seed"]
 FATES = {"lasting": "lasting collapses", "recovered": "recovered collapses"}
 """Fates of a run that count as collapse, and the names of their rows."""
 
@@ -102,7 +102,7 @@ ENGINE = (
     Metric("engine: tokens with a change, run", "engine_any_layer_change", mean),
     Metric("engine: KL k3, nats, run", "engine_kl_k3", mean),
     Metric("engine: F(2), run", "engine_beyond_2", mean),
-    Metric("engine: KL k3 natural, probe, run", "engine_kl_k3_natural", mean),
+    Metric("engine: KL k3 unconstrained, probe, run", "engine_kl_k3_unconstrained", mean),
     Metric("engine: KL k3 replayed, probe, run", "engine_kl_k3_replayed", mean),
     Metric("noise floor: KL k3, probe, run", "noise_floor_kl_k3", mean),
 )
@@ -134,7 +134,7 @@ def metric(name: str) -> Metric:
 
 
 def per_run(frames: Frames, metric: Metric) -> pd.Series:
-    """One number per (arm, seed) of one combination of factors. NaN where a diverged run has none.
+    """One number per (arm, seed) of one condition. NaN where a diverged run has none.
 
     Raises ConfigError where a metric of a user's own fails.
     """
@@ -188,7 +188,7 @@ def _unseen(measured: Steps, end: int) -> Int[np.ndarray, " unseen"]:
 
 
 def gaps(frames: Frames, pairs: Sequence[Sequence[str]], metric: Metric) -> dict[tuple[str, str], pd.Series]:
-    """a − b of each pair over the seeds that have both, at one combination of factors."""
+    """a − b of each pair over the seeds that have both, at one condition."""
     values = per_run(frames, metric).dropna()
     by_arm = {arm: values.xs(arm) for arm in dict.fromkeys(values.index.get_level_values(0))}
     none = pd.Series(dtype=float)
@@ -213,18 +213,18 @@ def outcomes(frames: Frames) -> pd.DataFrame:
     curves = {key: rows.sort_values("step") for key, rows in measured.groupby(RUN)}
     rows = []
     for run in frames.runs.itertuples():
-        curve = curves.get((run.arm, run.factors, run.seed), measured.iloc[:0])
+        curve = curves.get((run.arm, run.condition, run.seed), measured.iloc[:0])
         seen = collapse(curve["step"], curve["reward"])
         lasting = run.state == "diverged" or seen.step is not None and not seen.recovered
         fate = "lasting" if lasting else "stable" if seen.step is None else "recovered"
-        rows.append({"arm": run.arm, "factors": run.factors, "seed": run.seed, "fate": fate})
+        rows.append({"arm": run.arm, "condition": run.condition, "seed": run.seed, "fate": fate})
     return pd.DataFrame(rows)
 
 
 def summarise(frames: Frames, arms: Sequence[str], own: Sequence[str] = ()) -> pd.DataFrame:
     """Metric × arm, each cell an Interval over seeds; the last two rows are rates of lasting and recovered collapses.
 
-    `frames` holds one combination of factors, `own` names further metrics. A metric nobody measured has no row.
+    `frames` holds one condition, `own` names further metrics. A metric nobody measured has no row.
     """
     table, gap = {}, per_run(frames, metric("engine_kl_k3"))
     for one in (*METRICS, *map(metric, own), *(ENGINE if gap.max() > SAME_ENGINE else ())):
@@ -239,9 +239,9 @@ def summarise(frames: Frames, arms: Sequence[str], own: Sequence[str] = ()) -> p
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two arms at one combination of factors: a minus b."""
+    """Two arms at one condition: a minus b."""
 
-    cell: str
+    condition: str
     a: str
     b: str
     result: Paired
@@ -255,11 +255,13 @@ def pairs_of(arms: Sequence[str], comparisons: Sequence[Sequence[str]]) -> Seque
 
 
 def family(declared: Mapping[str, Any]) -> int:
-    """How many comparisons a declaration asks for: its pairs, at each combination of factors that runs both arms."""
+    """How many comparisons a declaration asks for: its pairs, at each condition that runs both arms."""
     pairs = pairs_of([arm["name"] for arm in declared["arms"]], declared["comparisons"])
-    cells = [set(cell.get("arms") or itertools.chain(*pairs)) for cell in (declared["cells"] or {"": {}}).values()]
+    by_condition = [
+        set(c.get("arms") or itertools.chain(*pairs)) for c in (declared["conditions"] or {"": {}}).values()
+    ]
     combinations = math.prod(map(len, declared["factors"].values()))
-    return combinations * sum(set(pair) <= cell for pair in pairs for cell in cells)
+    return combinations * sum(set(pair) <= arms for pair in pairs for arms in by_condition)
 
 
 def compare(
@@ -276,12 +278,12 @@ def compare(
     over a `family` of more that were declared, of which some have no runs yet.
     """
     pairs, results = pairs_of(arms, comparisons), []
-    for cell in frames.cells:
-        here = frames.cell(cell)
+    for condition in frames.conditions:
+        here = frames.condition(condition)
         values = per_run(here, metric).dropna()
         by_arm = {arm: values.xs(arm).to_dict() for arm in dict.fromkeys(values.index.get_level_values(0))}
         results += [
-            Comparison(cell, a, b, paired(by_arm[a], by_arm[b]), math.nan)
+            Comparison(condition, a, b, paired(by_arm[a], by_arm[b]), math.nan)
             for a, b in pairs
             if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))
         ]
@@ -304,36 +306,36 @@ def name_of(factor: str) -> str:
 
 
 def factor_of(name: str) -> str | None:
-    """The factor that a figure is drawn against; None for a figure of one combination of factors."""
+    """The factor that a figure is drawn against; None for a figure of one condition."""
     return name.removeprefix(ACROSS).partition(":")[0] if name.startswith(ACROSS) else None
 
 
-def settings_of(cell: str) -> dict[str, float | str]:
-    """The settings that a combination of factors names: `optimizer.lr=0.0004,task=x` → numbers and words.
+def settings_of(condition: str) -> dict[str, float | str]:
+    """The settings that a condition names: `optimizer.lr=0.0004,task=x` → numbers and words.
 
     As in the run's path, where every character of a word beyond letters, digits and `._+-` reads `_`.
     """
-    pairs = (part.partition("=") for part in cell.split(",") if "=" in part)
+    pairs = (part.partition("=") for part in condition.split(",") if "=" in part)
     return {key: _number(text) for key, _, text in pairs}
 
 
 def against(frames: Frames, factor: str, metric: Metric) -> pd.DataFrame:
     """One row per run: arm, seed, `x` (the factor's value), `value` (the metric's), `others` (the other factors) and
-    `cell` (all of them).
+    `condition` (all of them).
 
     Rows are in increasing x, words in the order of the runs. Raises RunError when no run varies the factor.
     """
     parts = []
-    for cell in frames.cells:
-        settings = settings_of(cell)
+    for condition in frames.conditions:
+        settings = settings_of(condition)
         if factor not in settings:
             continue
         x = settings.pop(factor)
-        values = per_run(frames.cell(cell), metric).rename_axis(["arm", "seed"]).rename("value").reset_index()
+        values = per_run(frames.condition(condition), metric).rename_axis(["arm", "seed"]).rename("value").reset_index()
         others = ", ".join(
             f"{name_of(k)} = {v:g}" if isinstance(v, float) else f"{name_of(k)} = {v}" for k, v in settings.items()
         )
-        parts.append(values.assign(x=x, others=others, cell=cell))
+        parts.append(values.assign(x=x, others=others, condition=condition))
     table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["x"])
     if table["x"].nunique() < 2:
         raise RunError(f"all runs have the same {factor}, so there is nothing to draw against it")

@@ -49,13 +49,13 @@ def arms_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:
 
 
 def study_tables(frames: Frames, declared: Mapping[str, Any], *, every: bool = False) -> list[Shown]:
-    """The short table, the summary of a study with one combination of factors, or with `every` of each, and the
-    comparisons: those that are declared or, for one combination of factors, all pairs."""
-    arms, several = arms_of(frames, declared), len(frames.cells) > 1
+    """The short table, the summary of a study with one condition, or with `every` of each, and the
+    comparisons: those that are declared or, for one condition, all pairs."""
+    arms, several = arms_of(frames, declared), len(frames.conditions) > 1
     tables = [short_table(frames, declared)]
-    for cell in frames.cells if every or not several else ():
-        here = frames.cell(cell)
-        title = declared["name"] + (f", {cell}" if cell != "base" else "")
+    for condition in frames.conditions if every or not several else ():
+        here = frames.condition(condition)
+        title = declared["name"] + (f", {condition}" if condition != "base" else "")
         tables.append(summary_table(here, arms_of(here, declared), title, declared["metrics"]))
     if declared["comparisons"] or not several:
         for one in map(metric, (declared["endpoint"], *declared["further_endpoints"])):
@@ -68,9 +68,9 @@ SHORT = ((metric("token_ess"), "token\nESS", ".2f"), (metric("expert_change_rate
 
 
 def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
-    """A row for each arm at each combination of factors: the endpoint, its difference from the arm that the study
+    """A row for each arm at each condition: the endpoint, its difference from the arm that the study
     compares with, the means of SHORT and of the study's own metrics, and how many runs collapsed."""
-    arms, endpoint, several = arms_of(frames, declared), metric(declared["endpoint"]), len(frames.cells) > 1
+    arms, endpoint, several = arms_of(frames, declared), metric(declared["endpoint"]), len(frames.conditions) > 1
     baselines = [b for _, b in pairs_of(arms, declared["comparisons"])]
     base = max(baselines, key=baselines.count, default="")
     further = [one for one in SHORT if one[0].column in frames["steps"]]
@@ -85,9 +85,9 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
         "collapsed",
     )
     rows: list[tuple[str, ...]] = []
-    for cell in frames.cells:
-        here = frames.cell(cell)
-        rows += [(cell, *[""] * (len(header) - 1))] * several
+    for condition in frames.conditions:
+        here = frames.condition(condition)
+        rows += [(condition, *[""] * (len(header) - 1))] * several
         values = [per_run(here, one).dropna() for one in (endpoint, *(one for one, _, _ in further))]
         differences = gaps(here, [(arm, base) for arm in arms if base and arm != base], endpoint)
         for arm in (arm for arm in arms if (here.runs["arm"] == arm).any()):
@@ -95,7 +95,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
             mean = interval(seeds) if seeds else None
             gap = differences.get((arm, base), ())
             apart = difference(gap) if len(gap) else None
-            ended = fates[(fates["arm"] == arm) & (fates["factors"] == cell)]["fate"]
+            ended = fates[(fates["arm"] == arm) & (fates["condition"] == condition)]["fate"]
             rows.append(
                 (
                     f"{'  ' * several}{arm}",
@@ -139,7 +139,7 @@ def _of(values: pd.Series, arm: str) -> list[float]:
 
 
 def summary_table(frames: Frames, arms: Sequence[str], title: str, own: Sequence[str] = ()) -> Shown:
-    """Metric × arm at one combination of factors; `own` names further metrics."""
+    """Metric × arm at one condition; `own` names further metrics."""
     cells = summarise(frames, arms, own)
     count = frames.runs["arm"].value_counts().to_dict()
     rows = [(str(name), *("–" if pd.isna(value) else str(value) for value in row)) for name, row in cells.iterrows()]
@@ -164,11 +164,11 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric, decl
     n = len(results)
     of = f"{n} rows" if n >= asked else f"{asked} comparisons declared, of which {n} are here"
     what = "contrasts decided on beforehand" if comparisons else "all pairs of arms, exploratory"
-    several = len(frames.cells) > 1
+    several = len(frames.conditions) > 1
     header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np")
     rows = [
         (
-            f"{c.a} − {c.b}" + f", {c.cell}" * several,
+            f"{c.a} − {c.b}" + f", {c.condition}" * several,
             str(c.result.difference),
             str(c.result.n),
             *(printed_p(p, c.result.n) for p in (c.result.p, c.p_holm, c.result.p_smallest)),
@@ -184,12 +184,12 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric, decl
 def left_out(frames: Frames, arms: Sequence[str], comparisons: Sequence[Sequence[str]], endpoint: Metric) -> str:
     """A sentence on the seeds that `compare` leaves out, as a run of the pair diverged or has no number."""
     named = []
-    for cell in frames.cells:
-        lost = per_run(frames.cell(cell), endpoint).isna().astype(float).unstack(0)
+    for condition in frames.conditions:
+        lost = per_run(frames.condition(condition), endpoint).isna().astype(float).unstack(0)
         for a, b in pairs_of(arms, comparisons):
             either = (lost[a] + lost[b]).dropna() if {a, b} <= {*lost} else pd.Series(dtype=float)
             if either.any():
-                where = f", {cell}" * (len(frames.cells) > 1)
+                where = f", {condition}" * (len(frames.conditions) > 1)
                 named.append(f"{a} − {b}{where}: {int((either > 0).sum())} of {len(either)}")
     text = "Seeds left out, because a run of the pair diverged or has no value, which favours the arm that fails more: "
     return f"{text}{'; '.join(named)}." if named else ""
@@ -201,7 +201,9 @@ def untrained(frames: Frames) -> str:
     if "zero_variance_groups" not in steps or frames.runs.empty:
         return ""
     least = steps.groupby(RUN)["zero_variance_groups"].min()
-    named = [f"{arm} {cell} seed={seed}".replace(" base ", " ") for arm, cell, seed in least.index[least == 1]]
+    named = [
+        f"{arm} {condition} seed={seed}".replace(" base ", " ") for arm, condition, seed in least.index[least == 1]
+    ]
     some = ", ".join(named[:6]) + f" and {len(named) - 6} more" * (len(named) > 6)
     text = f"no gradient in {len(named)} of {len(frames.runs)} runs ({some}): all rewards of every group were equal."
     return text if named else ""
@@ -222,20 +224,20 @@ def without_effect(frames: Frames, declared: Mapping[str, Any]) -> str:
         ("updates", "pull", "no replayed expert was another than the router preferred"),
     ):
         if column in frames.tables.get(table, ()):
-            most = frames[table].groupby(["factors", "arm"], sort=False)[column].max()
+            most = frames[table].groupby(["condition", "arm"], sort=False)[column].max()
             cautions += [
-                f"{arm}, {cell}".removesuffix(", base") + f": {what}"
-                for cell, arm in most[most == 0].index
+                f"{arm}, {condition}".removesuffix(", base") + f": {what}"
+                for condition, arm in most[most == 0].index
                 if column != "clip_tokens" or arm in clips
             ]
     measured = ["reward", "entropy", "grad_norm", metric(declared["endpoint"]).column]
     columns = ["seed", "step", *frames["steps"].columns.intersection(measured)]
-    for cell, rows in frames["steps"].groupby("factors", sort=False):
+    for condition, rows in frames["steps"].groupby("condition", sort=False):
         alike: dict[bytes, list[str]] = {}
         for arm, own in rows.sort_values(["seed", "step"]).groupby("arm", sort=False):
             alike.setdefault((own[columns].to_numpy(float) + 0.0).tobytes(), []).append(str(arm))
         cautions += [
-            f"{' and '.join(equal)}, {cell}".removesuffix(", base") + ": equal rows"
+            f"{' and '.join(equal)}, {condition}".removesuffix(", base") + ": equal rows"
             for equal in alike.values()
             if len(equal) > 1
         ]
@@ -253,12 +255,12 @@ def _clips(arm: Arm) -> bool:
 def _lengths(frames: Frames) -> list[str]:
     """A sentence if runs of one condition are measured at different intervals, or differ in length."""
     settings: dict[str, set[tuple[int, int, int]]] = {}
-    for factors, rows in frames.runs.groupby("factors"):
+    for condition, rows in frames.runs.groupby("condition"):
         configs = configs_of(replace(frames, runs=rows))
-        settings[str(factors)] = {(one.steps, one.eval_every, one.measure.detail_every) for one in configs}
+        settings[str(condition)] = {(one.steps, one.eval_every, one.measure.detail_every) for one in configs}
     different = "; ".join(str(sorted(values)) for values in settings.values() if len(values) > 1)
     text = f"Runs differ in (steps, eval_every, measure.detail_every), {different}: means are not of the same steps."
-    ended = frames.runs[frames.runs["state"] != "diverged"].groupby("factors")["step"]
+    ended = frames.runs[frames.runs["state"] != "diverged"].groupby("condition")["step"]
     unequal = [f"{name}: {sorted(set(steps))}" for name, steps in ended if steps.nunique() > 1]
     lengths = f"Runs end at different steps, {'; '.join(unequal)}: means are not of the same steps."
     return [text] * bool(different) + [lengths] * bool(unequal)

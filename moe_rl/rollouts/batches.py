@@ -22,7 +22,7 @@ from moe_rl.models.tokens import encode_prompts
 from moe_rl.registry import checked
 from moe_rl.rollouts.engine import RolloutEngine, before_stop, completion_text, sampling_of
 from moe_rl.rollouts.turns import splice_routes
-from moe_rl.routing.sites import Layout, Site
+from moe_rl.routing.moe_layers import Layout, MoeLayer
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
 from moe_rl.tasks.base import EQUAL, AnyTask, Environment, draw, load_task
@@ -268,7 +268,7 @@ class Queue:
         if not (folder / FILE).exists():
             return
         with torch.serialization.safe_globals(
-            [Rollouts, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, Site]
+            [Rollouts, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, MoeLayer]
         ):
             state = torch.load(folder / FILE, weights_only=True)
         self.ready, run = state["ready"], collector.run

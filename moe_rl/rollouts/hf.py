@@ -307,7 +307,7 @@ class CompletionBuffers:
     lengths: Int[Tensor, " rows"]
     """Completion tokens so far."""
     finished: Bool[Tensor, " rows"]
-    routes: Integer[Tensor, "rows time site k"] | None
+    routes: Integer[Tensor, "rows time moe_layer k"] | None
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of every position in turn: the row and the id of each token that truncated sampling kept."""
 
@@ -323,7 +323,7 @@ class CompletionBuffers:
         tokens = nn.functional.pad(prompts, (0, new)).repeat_interleave(group_size, 0)
         routes = None
         if layout is not None:
-            shape = (*tokens.shape, len(layout.sites), layout.top_k)
+            shape = (*tokens.shape, len(layout.moe_layers), layout.top_k)
             routes = torch.full(shape, layout.unknown, dtype=layout.dtype, device=device)
         return CompletionBuffers(
             tokens=tokens,

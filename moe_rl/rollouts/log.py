@@ -123,7 +123,7 @@ def rollout_rows(
     """Rows of the table `rollouts`: at most `most` responses of a step, in at most STEP_BYTES.
 
     `log_ratio` (nats) and `clipped_by` are of all epochs, whose rows follow each other, and 0 outside the response; the
-    last epoch counts. `flips` gives, for some rows, at how many sites each token's routes changed.
+    last epoch counts. `flips` gives, for some rows, at how many MoE layers each token's routes changed.
     """
     log_ratio, clipped_by = log_ratio[-len(batch) :].cpu(), clipped_by[-len(batch) :].cpu()
     chosen, left, rows = choose_rollouts(step, batch, log_ratio, most), STEP_BYTES, []

@@ -23,7 +23,7 @@ from moe_rl.models.load import LoadedModel
 from moe_rl.registry import Component, NotNegative, checked
 from moe_rl.rollouts.engine import check_dtype, check_routes, warn_without_mask
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.moe_layers import router_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from moe_rl.errors import NotFinite, RoutingError
 from moe_rl.routing.intercept import forwards_watched, hooked
+from moe_rl.routing.moe_layers import Layout, RoutingModule, family_class, find_moe_layers, make_layout
 from moe_rl.routing.selection import Replay, chosen
-from moe_rl.routing.sites import Layout, RoutingModule, family_class, find_sites, make_layout
 from moe_rl.routing.trace import RoutingTrace, require_same
 
 JOIN = "Record each micro-batch in its own block, and join them with RoutingTrace.cat. After beam search, use take()."
@@ -43,18 +43,20 @@ def record_routing(
             model(input_ids)
         routes = recording.trace(input_ids)
     """
-    modules = find_sites(model)
+    modules = find_moe_layers(model)
     recording = Recording(make_layout(model, modules), scored=bool(scores), graphed=logits)
 
-    def listen(site: int, used: Tensor, choice: Tensor, output: Any) -> None:
+    def listen(moe_layer: int, used: Tensor, choice: Tensor, output: Any) -> None:
         read = None
         try:
-            read = read_scores(modules[site], used, choice, output) if recording.scored else None
+            read = read_scores(modules[moe_layer], used, choice, output) if recording.scored else None
         except RoutingError:
             if scores != "where_possible":
                 raise
             recording.scored = False
-        recording.routed(site, chosen(used, choice), read, read_logits(modules[site], output) if logits else None)
+        recording.routed(
+            moe_layer, chosen(used, choice), read, read_logits(modules[moe_layer], output) if logits else None
+        )
 
     with hooked(modules, "listeners", listen), forwards_watched(model, modules, recording.reads):
         yield recording
@@ -80,17 +82,17 @@ def replay_routing(model: nn.Module, trace: RoutingTrace | None, *, part: bool =
             f"replay_routing needs a RoutingTrace, not a {type(trace).__name__}: RoutingTrace.from_ids(ids, "
             "layout_of(model), attention_mask=…)"
         )
-    modules = find_sites(model)
+    modules = find_moe_layers(model)
     make_layout(model, modules).require(trace.layout, "the trace")
     if not part:
         trace.require_known()
     replay = Replay.of(trace)
-    with hooked(modules, "replays", replay) as sites:
-        for site in sites:
-            site.require_eager()
+    with hooked(modules, "replays", replay) as moe_layers:
+        for moe_layer in moe_layers:
+            moe_layer.require_eager()
 
         def check(shape: torch.Size, tokens: Tensor | None) -> None:
-            if sites[0].replay is replay:  # an inner scope's forward reads other tokens
+            if moe_layers[0].replay is replay:  # an inner scope's forward reads other tokens
                 _require_tokens(trace, shape, tokens)
 
         with forwards_watched(model, modules, check):
@@ -119,16 +121,16 @@ def _require_tokens(trace: RoutingTrace, shape: torch.Size, tokens: Integer[Tens
 class RouterScores:
     """How sure the routers were, in one forward. Without gradient, float32."""
 
-    ids: Integer[Tensor, "batch time site k"]
-    """The used experts, as a trace has them, -1 where a site uses fewer than k."""
-    gates: Float[Tensor, "batch time site k"]
+    ids: Integer[Tensor, "batch time moe_layer k"]
+    """The used experts, as a trace has them, -1 where an MoE layer uses fewer than k."""
+    gates: Float[Tensor, "batch time moe_layer k"]
     """Combine weights of the used experts, as the family computes them."""
-    log_probs: Float[Tensor, "batch time site k"]
+    log_probs: Float[Tensor, "batch time moe_layer k"]
     """log softmax over all experts of the router's logits, at the used experts."""
-    margins: Float[Tensor, "batch time site"]
+    margins: Float[Tensor, "batch time moe_layer"]
     """k-th minus (k+1)-th choice score: in the router's own units, bias included, infinite where k = all experts."""
     all_log_probs: tuple[Float[Tensor, "batch time _"], ...]
-    """The whole log softmax, per site."""
+    """The whole log softmax, per MoE layer."""
 
     @staticmethod
     def cat(parts: Sequence[RouterScores], time: int) -> RouterScores:
@@ -142,7 +144,7 @@ class RouterScores:
             gates=join([p.gates for p in parts]),
             log_probs=join([p.log_probs for p in parts]),
             margins=join([p.margins for p in parts]),
-            all_log_probs=tuple(join(site) for site in zip(*(p.all_log_probs for p in parts), strict=True)),
+            all_log_probs=tuple(join(moe_layer) for moe_layer in zip(*(p.all_log_probs for p in parts), strict=True)),
         )
 
     def rows(self, index: Tensor | slice, time: int) -> RouterScores:
@@ -155,10 +157,12 @@ class RouterScores:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> RouterScores:
         """A change to every tensor, all of which have rows and columns."""
-        sites = tuple(map(change, self.all_log_probs))
-        return RouterScores(change(self.ids), change(self.gates), change(self.log_probs), change(self.margins), sites)
+        moe_layers = tuple(map(change, self.all_log_probs))
+        return RouterScores(
+            change(self.ids), change(self.gates), change(self.log_probs), change(self.margins), moe_layers
+        )
 
-    def log_probs_at(self, ids: Integer[Tensor, "batch time site k"]) -> Float[Tensor, "batch time site k"]:
+    def log_probs_at(self, ids: Integer[Tensor, "batch time moe_layer k"]) -> Float[Tensor, "batch time moe_layer k"]:
         """Log-probabilities of other ids than the used ones (-1 allowed; its value means nothing)."""
         return torch.stack([p.gather(-1, ids[:, :, s].clamp(min=0)) for s, p in enumerate(self.all_log_probs)], 2)
 
@@ -171,11 +175,11 @@ class Recording:
     scored: bool = False
     graphed: bool = False
     _ids: list[list[Tensor]] = field(default_factory=list)
-    """Per site, the [tokens, k] ids of each forward."""
+    """Per MoE layer, the [tokens, k] ids of each forward."""
     _read: list[tuple[torch.Size | None, Tensor | None]] = field(default_factory=list)
     """The shape [batch, time] of what each forward read, and the ids; None for one that was given embeddings."""
     _reading: tuple[torch.Size | None, Tensor | None] = (None, None)
-    """The same of the forward now running, until it reaches its first site."""
+    """The same of the forward now running, until it reaches its first MoE layer."""
     _scores: list[list[dict[str, Tensor]]] = field(default_factory=list)
     _logits: list[Tensor | None] = field(default_factory=list)
 
@@ -184,12 +188,12 @@ class Recording:
 
     def clear(self) -> None:
         """Delete everything recorded so far."""
-        self._ids = [[] for _ in self.layout.sites]
+        self._ids = [[] for _ in self.layout.moe_layers]
         self._read, self._reading = [], (None, None)
-        self._scores = [[] for _ in self.layout.sites]
-        self._logits = [None for _ in self.layout.sites]
+        self._scores = [[] for _ in self.layout.moe_layers]
+        self._logits = [None for _ in self.layout.moe_layers]
 
-    def take(self) -> Integer[Tensor, "tokens site k"]:
+    def take(self) -> Integer[Tensor, "tokens moe_layer k"]:
         """Rows of the last forward, batch-major, in the layout's narrow dtype, unknown where a router had no finite
         scores; then clear. For engines that gather or repeat rows between forwards."""
         self._require_forward()
@@ -215,7 +219,9 @@ class Recording:
                 f"the forwards in this block read {pieces} tokens, not one pass over {batch} rows of {time} (or "
                 f"{time - 1}). {JOIN}"
             )
-        forwards = [self.layout.stack(sites).unflatten(0, (batch, -1)) for sites in zip(*self._ids, strict=True)]
+        forwards = [
+            self.layout.stack(moe_layers).unflatten(0, (batch, -1)) for moe_layers in zip(*self._ids, strict=True)
+        ]
         ids = torch.cat(forwards, 1).to(input_ids.device)
         ids = nn.functional.pad(ids, (0, 0, 0, 0, 0, time - columns), value=self.layout.unknown)
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -246,7 +252,7 @@ class Recording:
         )
 
     def logits(self, batch: int) -> tuple[Float[Tensor, "batch time _"], ...]:
-        """Logits of every site's router in the last forward, with their graph, for `batch` rows. Needs
+        """Logits of every MoE layer's router in the last forward, with their graph, for `batch` rows. Needs
         `record_routing(model, logits=True)`."""
         if not self.graphed:
             raise RoutingError("router logits were not recorded. Use record_routing(model, logits=True).")
@@ -256,7 +262,7 @@ class Recording:
     def _require_forward(self) -> None:
         calls = [len(c) for c in self._ids]
         if min(calls) != max(calls) or not calls[0]:
-            least = self.layout.sites[calls.index(min(calls))].name
+            least = self.layout.moe_layers[calls.index(min(calls))].name
             ran = f"{least} ran {min(calls)} times, others {max(calls)}," if max(calls) else "no MoE layer ran"
             raise RoutingError(f"{ran} inside the block. Run whole forwards of the recorded model inside it.")
 
@@ -272,37 +278,37 @@ class Recording:
             start += width
         require_same(torch.cat(read, 1), tokens[:, :start], mask[:, :start], "the recorded forwards are", advice=JOIN)
 
-    def _require_routes(self, ids: Integer[Tensor, "batch time site k"], mask: Bool[Tensor, "batch time"]) -> None:
+    def _require_routes(self, ids: Integer[Tensor, "batch time moe_layer k"], mask: Bool[Tensor, "batch time"]) -> None:
         """Raise NotFinite if a router had no finite scores for a real token."""
         lost = ((ids[..., 0] == self.layout.unknown) & mask[..., None]).sum((0, 1)).tolist()
         if any(lost):
             raise NotFinite(f"{lost_routes(self.layout, lost)} Go back to an earlier checkpoint of the weights.")
 
-    # ------------------------------------------------------------------ for the sites
+    # ------------------------------------------------------------------ for the MoE layers
     def reads(self, shape: torch.Size, tokens: Integer[Tensor, "batch time"] | None) -> None:
         """Note the tokens, or embeddings, of a forward; embeddings are made of the tokens of its wrapper."""
         self._reading = (shape, self._reading[1] if tokens is None else tokens)
 
     def routed(
-        self, site: int, used: Integer[Tensor, "tokens k"], scores: dict[str, Tensor] | None, logits: Tensor | None
+        self, moe_layer: int, used: Integer[Tensor, "tokens k"], scores: dict[str, Tensor] | None, logits: Tensor | None
     ) -> None:
-        """Note the experts that a site used, its scores and its logits."""
-        if site == 0:
+        """Note the experts that an MoE layer used, its scores and its logits."""
+        if moe_layer == 0:
             (shape, tokens), self._reading = self._reading, (None, None)
             fits = shape is not None and shape.numel() == len(used)
             # A copy: the caller may go on filling this buffer.
             ids = tokens.clone() if fits and tokens is not None and tokens.shape == shape else None
             self._read.append((shape if fits else None, ids))
-        self._ids[site].append(used.detach())
+        self._ids[moe_layer].append(used.detach())
         if scores is not None:
-            self._scores[site] = [scores]
-        self._logits[site] = logits
+            self._scores[moe_layer] = [scores]
+        self._logits[moe_layer] = logits
 
 
 def lost_routes(layout: Layout, lost: Sequence[float]) -> str:
     """Say which router had no finite scores first, and for how many tokens."""
-    site, n = next((site, n) for site, n in zip(layout.sites, lost, strict=True) if n)
-    return f"{site.name}: the router's scores are not finite for {int(n)} tokens, which have no route there."
+    moe_layer, n = next((moe_layer, n) for moe_layer, n in zip(layout.moe_layers, lost, strict=True) if n)
+    return f"{moe_layer.name}: the router's scores are not finite for {int(n)} tokens, which have no route there."
 
 
 def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens experts"]:
@@ -312,11 +318,11 @@ def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens exper
     do not return (logits, gates of the chosen, ...), and where the forward has no graph.
     """
     logits = output[0] if isinstance(output, tuple) and len(output) > 2 else None
-    if logits is None or logits.shape[-1:] != (spec.site.num_experts,):
+    if logits is None or logits.shape[-1:] != (spec.moe_layer.num_experts,):
         raise RoutingError(f"{family_class(spec.module).__name__} does not return its logits. Leave the term out.")
     if not torch.is_grad_enabled():
         raise RoutingError(
-            f"{spec.site.name} runs without a graph, as in re-entrant activation checkpointing. Use "
+            f"{spec.moe_layer.name} runs without a graph, as in re-entrant activation checkpointing. Use "
             "activation_checkpointing=True."
         )
     return logits
@@ -325,7 +331,7 @@ def read_logits(spec: RoutingModule, output: Any) -> Float[Tensor, "tokens exper
 def read_scores(spec: RoutingModule, used: Tensor, choice: Tensor, output: Any) -> dict[str, Tensor]:
     """Gates, log-probabilities and margins of one router, from its output and its choice scores. Raises RoutingError
     for the few families whose routers do not return (logits, gates of the chosen, ...)."""
-    experts, k = spec.site.num_experts, spec.site.top_k
+    experts, k = spec.moe_layer.num_experts, spec.moe_layer.top_k
     choice = choice.reshape(-1, experts).float()
     logits, gates = output[:2] if isinstance(output, tuple) and len(output) > 2 else (choice, choice)
     if logits.shape != choice.shape or gates.shape != used.shape:

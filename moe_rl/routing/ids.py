@@ -14,7 +14,7 @@ from jaxtyping import Int64, Integer
 from torch import Tensor
 
 BLOCK = 2**15
-"""(Token, site) pairs of a block, whose temporaries then fit into the cache of a core."""
+"""(Token, MoE layer) pairs of a block, whose temporaries then fit into the cache of a core."""
 LARGE = 64
 """How many times as many they are on a GPU."""
 
@@ -41,7 +41,7 @@ def slots_first(ids: Integer[Tensor, "... k"]) -> Integer[Tensor, "k ..."]:
 
 
 def sorted_slots(ids: Integer[Tensor, "... k"]) -> Integer[Tensor, "k ..."]:
-    """The ids of every token and site in ascending order, slots first: k rounds that exchange neighbours."""
+    """The ids of every token and MoE layer in ascending order, slots first: k rounds that exchange neighbours."""
     slots = slots_first(ids)
     k = len(slots)
     for start in range(k):
@@ -52,14 +52,16 @@ def sorted_slots(ids: Integer[Tensor, "... k"]) -> Integer[Tensor, "k ..."]:
     return slots
 
 
-def block_tokens(sites: int, device: torch.device | None = None) -> int:
+def block_tokens(moe_layers: int, device: torch.device | None = None) -> int:
     """Tokens of a block; of a GPU's, whose kernels take longer to start than a small block takes to compute, more."""
-    return max(1, (BLOCK if device is None or device.type == "cpu" else LARGE * BLOCK) // max(1, sites))
+    return max(1, (BLOCK if device is None or device.type == "cpu" else LARGE * BLOCK) // max(1, moe_layers))
 
 
-def blocks(batch: int, time: int, sites: int, *, device: torch.device | None = None) -> Iterator[tuple[slice, slice]]:
+def blocks(
+    batch: int, time: int, moe_layers: int, *, device: torch.device | None = None
+) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of blocks that cover [batch, time], in order."""
-    most = block_tokens(sites, device)
+    most = block_tokens(moe_layers, device)
     columns = max(1, min(time, most))
     rows = max(1, most // columns)
     for row in range(0, batch, rows):

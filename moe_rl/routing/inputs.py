@@ -36,27 +36,28 @@ class Routed:
 @dataclass(frozen=True, kw_only=True)
 class RouterInputs:
     """The routers behind some rows of a mini-batch. Values at a token are of the routing of its predecessor, whose
-    output it is; the first token of a row has none. Sites are in forward order, and may differ in their experts."""
+    output it is; the first token of a row has none. MoE layers are in forward order, and may differ in their
+    experts."""
 
     logits: tuple[Float[Tensor, "batch time _"], ...]
-    """Per site, of π_θ's router over all experts, with gradient, in at least float32."""
-    used: Int[Tensor, "batch time site k"]
+    """Per MoE layer, of π_θ's router over all experts, with gradient, in at least float32."""
+    used: Int[Tensor, "batch time moe_layer k"]
     """Experts that computed the token, those replayed included; -1 where there is none."""
-    preferred: Int[Tensor, "batch time site k"]
+    preferred: Int[Tensor, "batch time moe_layer k"]
     """Experts that the live routers of the same forward picked: the used ones, unless it replays."""
     old_log_probs: tuple[Float[Tensor, "batch time _"], ...]
-    """Per site, the log-softmax of π_old's router, under the routes of this forward."""
-    old_used: Int[Tensor, "batch time site k"]
+    """Per MoE layer, the log-softmax of π_old's router, under the routes of this forward."""
+    old_used: Int[Tensor, "batch time moe_layer k"]
     """Experts that π_old used there."""
     weights: PerToken
     """1 / n at the n tokens of the whole mini-batch, prompts included, that some router routed; 0 elsewhere."""
     load: Load | None = None
-    """Share of the whole mini-batch's slots that every expert fills, per site, for `preferred` and for `used`; None:
-    these rows are all of it."""
+    """Share of the whole mini-batch's slots that every expert fills, per MoE layer, for `preferred` and for `used`;
+    None: these rows are all of it."""
 
     @functools.cached_property
     def log_probs(self) -> tuple[Float[Tensor, "batch time _"], ...]:
-        """Per site, the log-softmax of π_θ's router over all experts, with gradient."""
+        """Per MoE layer, the log-softmax of π_θ's router over all experts, with gradient."""
         return tuple(logits.log_softmax(-1) for logits in self.logits)
 
     def loads(self) -> Load:
@@ -68,7 +69,7 @@ class RouterInputs:
 
     @staticmethod
     def of_one_token() -> RouterInputs:
-        """One site with two experts, for trying a part."""
+        """One MoE layer with two experts, for trying a part."""
         zeros, first = torch.zeros(1, 1, 2), torch.zeros(1, 1, 1, 1, dtype=torch.long)
         return RouterInputs(
             logits=(zeros,),
@@ -108,7 +109,7 @@ def token_weights(attention_mask: Bool[Tensor, "batch time"], response_mask: Boo
 
 def load_of(weights: PerToken, used: RoutingTrace, preferred: RoutingTrace | None) -> Load:
     """`RouterInputs.load` of a whole mini-batch, from a forward of it and the weights of its tokens."""
-    experts = [site.num_experts for site in used.layout.sites]
+    experts = [moe_layer.num_experts for moe_layer in used.layout.moe_layers]
     traces = {"preferred": preferred or used, "used": used}
     return {
         kind: shares(_produced(trace.ids()[:, :-1].to(weights.device), -1), weights, experts)
@@ -117,12 +118,12 @@ def load_of(weights: PerToken, used: RoutingTrace, preferred: RoutingTrace | Non
 
 
 def shares(
-    ids: Int[Tensor, "batch time site k"], weights: PerToken, experts: list[int]
+    ids: Int[Tensor, "batch time moe_layer k"], weights: PerToken, experts: list[int]
 ) -> tuple[Float[Tensor, " _"], ...]:
-    """Σ weights of the tokens at which an expert fills a slot, over k, per site; -1 is no slot."""
+    """Σ weights of the tokens at which an expert fills a slot, over k, per MoE layer; -1 is no slot."""
     loads = []
-    for site, count in enumerate(experts):
-        here = ids[:, :, site]
+    for moe_layer, count in enumerate(experts):
+        here = ids[:, :, moe_layer]
         k = (here >= 0).sum(-1, keepdim=True).clamp(min=1)
         filled = torch.where(here >= 0, weights[..., None] / k, 0)
         loads.append(filled.new_zeros(count).index_add(0, here.clamp(min=0).flatten(), filled.flatten()))

@@ -23,8 +23,15 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from moe_rl.errors import RoutingError
+from moe_rl.routing.moe_layers import (
+    SELECTS,
+    RoutingModule,
+    family_class,
+    find_moe_layers,
+    mixes_packed_rows,
+    token_readers,
+)
 from moe_rl.routing.selection import CheckpointedForward, Replay, Selection
-from moe_rl.routing.sites import SELECTS, RoutingModule, family_class, find_sites, mixes_packed_rows, token_readers
 
 INSIDE: ContextVar[tuple[object, ...]] = ContextVar("INSIDE", default=())
 """The scopes, by their marks, and the checkpointed forwards that this thread is inside of."""
@@ -86,7 +93,7 @@ class CheckpointHook(StandIn):
             yield
 
 
-class SiteForward(StandIn):
+class MoeLayerForward(StandIn):
     """Replaces the `forward` of one router."""
 
     attribute = "forward"
@@ -114,7 +121,8 @@ class SiteForward(StandIn):
             replay, again = next(recomputed[-1][self.spec], (None, None))
         if again is None and (recomputed or recomputing()) and any(kind == "replays" for kind, *_ in self.scopes):
             raise RoutingError(
-                f"{self.spec.site.name} is recomputed in a replay block, but its forward ran in none. Run both in one."
+                f"{self.spec.moe_layer.name} is recomputed in a replay block, but its forward ran in none. "
+                "Run both in one."
             )
         if again is None and (recomputing() or not (replay or listeners or moved)):
             self.handed.on = None
@@ -158,7 +166,7 @@ class SiteForward(StandIn):
                 same = x.data_ptr() == used.data_ptr() or torch.equal(x.view_as(used).sort()[0], used.to(x).sort()[0])
                 if not same or not used.is_inference() and used._version != version:
                     raise RoutingError(
-                        f"{self.spec.site.name} chose other ids than its experts were given. Remove the hook that "
+                        f"{self.spec.moe_layer.name} chose other ids than its experts were given. Remove the hook that "
                         "changes them, and open a new block after you replace a router."
                     )
 
@@ -166,7 +174,9 @@ class SiteForward(StandIn):
         """Raise for a compiled router."""
         compiled = {"_torchdynamo_orig_callable", "_torchdynamo_disable"} & {*dir(self.original)}
         if len(compiled) == 1 or getattr(self.owner, "_compiled_call_impl", None) is not None:
-            raise RoutingError(f"{self.spec.site.name} is compiled. To replay its routes, compile all but the routers.")
+            raise RoutingError(
+                f"{self.spec.moe_layer.name} is compiled. To replay its routes, compile all but the routers."
+            )
 
     def handed_out(self, output: Any, *args: Any, **kwargs: Any) -> Any:
         """The router's output, from that of the replaced method."""
@@ -190,7 +200,7 @@ class SiteForward(StandIn):
         return seen.used.clone()
 
 
-class SiteSelection(SiteForward):
+class MoeLayerSelection(MoeLayerForward):
     """Replaces the method that takes the top-k of one router's logits, and returns weights and ids."""
 
     attribute = SELECTS
@@ -227,24 +237,28 @@ def in_order(output: Any) -> tuple[Any, tuple[int, ...] | None]:
 
 
 @contextmanager
-def hooked(modules: Iterable[RoutingModule], kind: str, what: Any) -> Iterator[list[SiteForward]]:
-    """Put `what` among the `listeners`, `replays`, `recomputed` or `moved` of every site, for this thread. Scopes may
-    end in any order."""
+def hooked(modules: Iterable[RoutingModule], kind: str, what: Any) -> Iterator[list[MoeLayerForward]]:
+    """Put `what` among the `listeners`, `replays`, `recomputed` or `moved` of every MoE layer, for this thread. Scopes
+    may end in any order."""
     entry = (kind, what, object())
-    kinds = {True: SiteForward, False: SiteSelection}
-    sites = [kinds[spec.selector is spec.module].on(spec.selector, spec) for spec in modules]
-    stand_ins = [*sites, CheckpointHook.on(torch.utils.checkpoint)]
+    kinds = {True: MoeLayerForward, False: MoeLayerSelection}
+    moe_layers = [kinds[spec.selector is spec.module].on(spec.selector, spec) for spec in modules]
+    stand_ins = [*moe_layers, CheckpointHook.on(torch.utils.checkpoint)]
     for stand_in in stand_ins:
         stand_in.scopes.append(entry)
         stand_in.take_place()
     try:
         with ExitStack() as scope, inside(entry[2]):
-            for site in sites:
-                if kind == "moved" and isinstance(site, SiteSelection):
-                    scope.enter_context(site.spec.reader.register_forward_pre_hook(site.reads, with_kwargs=True))
-                if site.spec.experts is not None:
-                    scope.enter_context(site.spec.experts.register_forward_pre_hook(site.reach, with_kwargs=True))
-            yield sites
+            for moe_layer in moe_layers:
+                if kind == "moved" and isinstance(moe_layer, MoeLayerSelection):
+                    scope.enter_context(
+                        moe_layer.spec.reader.register_forward_pre_hook(moe_layer.reads, with_kwargs=True)
+                    )
+                if moe_layer.spec.experts is not None:
+                    scope.enter_context(
+                        moe_layer.spec.experts.register_forward_pre_hook(moe_layer.reach, with_kwargs=True)
+                    )
+            yield moe_layers
     finally:
         for stand_in in stand_ins:
             stand_in.scopes.remove(entry)
@@ -285,8 +299,8 @@ def forwards_watched(model: nn.Module, modules: tuple[RoutingModule, ...], note:
         elif isinstance(embedded, Tensor) and embedded.dim() == 3:
             note(read := embedded.shape[:2], None)
 
-    def routed(site: int, used: Tensor, *_: Any) -> None:
-        calls[site].append(len(used))
+    def routed(moe_layer: int, used: Tensor, *_: Any) -> None:
+        calls[moe_layer].append(len(used))
 
     def end(decoder: nn.Module, *_: Any) -> None:
         if elsewhere():
@@ -294,12 +308,12 @@ def forwards_watched(model: nn.Module, modules: tuple[RoutingModule, ...], note:
         times = [len(rows) for rows in calls]
         in_pieces = min(times) == max(times) and read[:1] == (1,) and 0 < sum(calls[0]) <= read.numel()
         if set(times) != {1} and not in_pieces:
-            name, ran = next((spec.site.name, n) for spec, n in zip(modules, times, strict=True) if n != 1)
+            name, ran = next((spec.moe_layer.name, n) for spec, n in zip(modules, times, strict=True) if n != 1)
             raise RoutingError(
                 f"{name} ran {ran} times in one forward, not once. Open a new block after a router is replaced, "
                 "switched off or shared."
             )
-        if sum(1 for _ in decoder.modules()) != size and find_sites(model) != modules:
+        if sum(1 for _ in decoder.modules()) != size and find_moe_layers(model) != modules:
             raise RoutingError("the model has other MoE layers than when the block began. Open a new block.")
 
     with hooked(modules, "listeners", routed), ExitStack() as scope, inside(mark):

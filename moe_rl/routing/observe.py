@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe_rl.errors import NotFinite, RoutingError
 from moe_rl.routing.hooks import RouterScores, lost_routes, record_routing, replay_routing
-from moe_rl.routing.sites import token_readers
+from moe_rl.routing.moe_layers import token_readers
 from moe_rl.routing.trace import RoutingTrace
 
 LOGITS = 2**24

@@ -1,8 +1,7 @@
 """Router noise: routers moved along a direction while a mini-batch is trained on.
 
-Natural routing changes are confounded with training; randomised noise, equal in all arms, is an intervention. Sampling,
-scoring of π_old and evaluation never see it.
-"""
+Unconstrained routing changes are confounded with training; randomised noise, equal in all arms, is an intervention.
+Sampling, scoring of π_old and evaluation never see it."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from moe_rl import ranks
 from moe_rl.errors import RoutingError
 from moe_rl.routing.intercept import hooked
-from moe_rl.routing.sites import find_sites, layer_matrices, router_matrices
+from moe_rl.routing.moe_layers import find_moe_layers, layer_matrices, router_matrices
 
 LastStep = Callable[[nn.Parameter], Tensor | None]
 """The optimizer's last step on a parameter, up to a factor; None before the first."""
@@ -47,20 +46,24 @@ def disturbed(model: nn.Module, noise: Noise | None, last_step: LastStep | None 
     if noise is None or not noise.size:
         yield
         return
-    sites = find_sites(model)
+    moe_layers = find_moe_layers(model)
     with ExitStack() as scope:
         if noise.target == "choice":
             scope.enter_context(
-                hooked(sites, "moved", lambda site, index: shifted(router_matrices(site), noise, index, last_step))
+                hooked(
+                    moe_layers,
+                    "moved",
+                    lambda moe_layer, index: shifted(router_matrices(moe_layer), noise, index, last_step),
+                )
             )
         elif noise.target == "other_weights":
             scope.enter_context(shifted(layer_matrices(model), noise, 0, last_step))
         else:
             weights: set[int] = set()
-            for index, site in enumerate(sites):
-                matrices = router_matrices(site)
+            for index, moe_layer in enumerate(moe_layers):
+                matrices = router_matrices(moe_layer)
                 own = {id(matrix) for matrix in matrices}
-                if not own & weights:  # sites may share theirs
+                if not own & weights:  # MoE layers may share theirs
                     scope.enter_context(shifted(matrices, noise, index, last_step))
                 weights |= own
         yield

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.sites import RoutingModule
+from moe_rl.routing.moe_layers import RoutingModule
 from moe_rl.routing.trace import RoutingTrace
 
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
@@ -41,15 +41,15 @@ class Replay:
 
     routes: RoutingTrace
     coverage: float
-    """Share of (token, site) pairs that are forced; the rest routes freely."""
+    """Share of (token, MoE layer) pairs that are forced; the rest routes freely."""
     free: Integer[Tensor, " rows"]
-    """Tokens, batch-major, of which some site's route is unknown; padding among them."""
+    """Tokens, batch-major, of which some MoE layer's route is unknown; padding among them."""
     partial: bool
     """Whether some of them are real tokens."""
     pending: set[CheckpointedForward] = field(default_factory=set)
     """Forwards of checkpointed layers whose recomputation is still to come."""
     _own: dict[int, Tensor] = field(default_factory=dict)
-    """Per site, the [tokens, k] ids of the last forward's own top-k, in the layout's narrow dtype."""
+    """Per MoE layer, the [tokens, k] ids of the last forward's own top-k, in the layout's narrow dtype."""
 
     @staticmethod
     def of(trace: RoutingTrace) -> Replay:
@@ -59,7 +59,7 @@ class Replay:
 
     @property
     def ran(self) -> bool:
-        return len(self._own) == len(self.routes.layout.sites)
+        return len(self._own) == len(self.routes.layout.moe_layers)
 
     @property
     def preferred(self) -> RoutingTrace:
@@ -68,40 +68,47 @@ class Replay:
         if not self.ran:
             raise RoutingError("no forward has run inside the replay block yet")
         layout = self.routes.layout
-        ids = layout.stack([self._own[site] for site in sorted(self._own)]).unflatten(0, self.routes.shape[:2])
+        ids = layout.stack([self._own[moe_layer] for moe_layer in sorted(self._own)]).unflatten(
+            0, self.routes.shape[:2]
+        )
         mask = self.routes.attention_mask.to(ids.device)
         tokens = None if self.routes.tokens is None else self.routes.tokens.to(ids.device)
         ids = ids.masked_fill(~mask[..., None, None], layout.unknown)
         return RoutingTrace.from_ids(ids, layout, tokens=tokens, attention_mask=mask, check=False)
 
-    # ------------------------------------------------------------------ for the sites
-    def ids(self, site: int, scores: Float[Tensor, "tokens experts"]) -> Integer[Tensor, "tokens k"]:
-        """A new tensor of the ids for a site with these choice scores; -1 where unknown."""
+    # ------------------------------------------------------------------ for the MoE layers
+    def ids(self, moe_layer: int, scores: Float[Tensor, "tokens experts"]) -> Integer[Tensor, "tokens k"]:
+        """A new tensor of the ids for an MoE layer with these choice scores; -1 where unknown."""
         layout, (batch, time) = self.routes.layout, self.routes.shape[:2]
         if scores.shape[0] != batch * time:
-            name = layout.sites[site].name
+            name = layout.moe_layers[moe_layer].name
             raise RoutingError(f"{name} routes {scores.shape[0]} tokens, but the trace has {batch} rows of {time}")
-        ids = self.routes.experts[:, :, site, : layout.sites[site].top_k].flatten(0, 1).to(scores.device).long()
+        ids = (
+            self.routes.experts[:, :, moe_layer, : layout.moe_layers[moe_layer].top_k]
+            .flatten(0, 1)
+            .to(scores.device)
+            .long()
+        )
         return ids.masked_fill_(ids == layout.unknown, -1) if len(self.free) else ids
 
-    def weighed(self, site: int, output: Any, router: str) -> Any:
-        """A site's output with the trace's combine weights, where it has any. Raises RoutingError for a `router` with
-        another output than (logits, combine weights, ids)."""
+    def weighed(self, moe_layer: int, output: Any, router: str) -> Any:
+        """An MoE layer's output with the trace's combine weights, where it has any. Raises RoutingError for a `router`
+        with another output than (logits, combine weights, ids)."""
         if self.routes.gates is None:
             return output
-        spec = self.routes.layout.sites[site]
-        gates = self.routes.gates[:, :, site, : spec.top_k].flatten(0, 1)
+        spec = self.routes.layout.moe_layers[moe_layer]
+        gates = self.routes.gates[:, :, moe_layer, : spec.top_k].flatten(0, 1)
         if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == gates.shape):
             raise RoutingError(
                 f"{spec.name} ({router}) does not return (logits, gate weights, ids), so its gate weights cannot be "
                 "replayed. Replay ids only: routes='old_policy' or 'rollout', or replace(trace, gates=None)."
             )
         gates = gates.to(output[1].device, output[1].dtype)
-        known = self.routes.known[:, :, site].flatten()[:, None].to(gates.device)
+        known = self.routes.known[:, :, moe_layer].flatten()[:, None].to(gates.device)
         return output[0], torch.where(known, gates, output[1]) if len(self.free) else gates, output[2]
 
-    def saw(self, site: int, own: Integer[Tensor, "tokens k"], choice: Float[Tensor, "*tokens experts"]) -> None:
-        self._own[site] = chosen(own, choice).to(self.routes.layout.dtype)
+    def saw(self, moe_layer: int, own: Integer[Tensor, "tokens k"], choice: Float[Tensor, "*tokens experts"]) -> None:
+        self._own[moe_layer] = chosen(own, choice).to(self.routes.layout.dtype)
 
 
 @dataclass(eq=False)
@@ -109,11 +116,11 @@ class CheckpointedForward:
     """What routed in a checkpointed forward, for its recomputation."""
 
     calls: dict[RoutingModule, list[tuple[Replay | None, Tensor]]] = field(default_factory=dict)
-    """Of every site, per call, the replay that it ran under and the [tokens, k] ids that it used."""
+    """Of every MoE layer, per call, the replay that it ran under and the [tokens, k] ids that it used."""
 
 
 class Selection(TorchFunctionMode):
-    """Sees, and under replay answers, the one top-k over experts inside a routing site's forward."""
+    """Sees, and under replay answers, the one top-k over experts inside a routing MoE layer's forward."""
 
     watched = TOPK | MASK | SQUASH | ADD
 
@@ -139,7 +146,7 @@ class Selection(TorchFunctionMode):
         """Under replay: the ids the router would have picked."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in self.watched and args and args[0].shape[-1] == self.spec.site.num_experts:
+        if func in self.watched and args and args[0].shape[-1] == self.spec.moe_layer.num_experts:
             return self._answer(func, *args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -164,7 +171,7 @@ class Selection(TorchFunctionMode):
             self.choice, self.closed = func(scores, *args, **kwargs).detach(), args[0]
             return scores
         within_groups = groups and scores.dim() == 3 and scores.shape[1] == groups
-        if within_groups or (args[0] if args else kwargs["k"]) != self.spec.site.top_k:
+        if within_groups or (args[0] if args else kwargs["k"]) != self.spec.moe_layer.top_k:
             return func(scores, *args, **kwargs)
         return self._select(func, scores, *args, **kwargs)
 
@@ -184,13 +191,13 @@ class Selection(TorchFunctionMode):
 
     def _force(self, replay: Replay, choice: Tensor, select: Callable[[Tensor], Tensor]) -> Integer[Tensor, "tokens k"]:
         """The trace's ids, and those that `select` takes from choice scores where the trace knows none."""
-        flat = choice.reshape(-1, self.spec.site.num_experts)
+        flat = choice.reshape(-1, self.spec.moe_layer.num_experts)
         ids = replay.ids(self.index, flat) if self.again is None else self.again
         free = replay.free.to(flat.device)
         if len(free) and self.again is None:
             freely = select(flat[free]) if self.moved is None else self.moved[free]
             ids[free] = torch.where(ids[free] < 0, freely, ids[free])
-        if self.again is None:  # at once: later would mean to keep the scores of every site
+        if self.again is None:  # at once: later would mean to keep the scores of every MoE layer
             self.own = select(flat)
             if keep := replay.routes.keep:
                 ids = kept(ids, self.own, self._positive(flat), keep)
@@ -205,8 +212,8 @@ class Selection(TorchFunctionMode):
         if self.bias is not None:
             if bool(self.bias.max() < 0):
                 raise RoutingError(
-                    f"the bias of {self.spec.site.name} is at most {float(self.bias.max()):g}, so groups closed with "
-                    "scores of 0 would be chosen. Add a constant to the bias, or do not use soft replay."
+                    f"the bias of {self.spec.moe_layer.name} is at most {float(self.bias.max()):g}, so groups "
+                    "closed with scores of 0 would be chosen. Add a constant to the bias, or do not use soft replay."
                 )
             choice = choice - self.bias.detach().min()
         return choice if self.closed is None else choice.masked_fill(self.closed.view_as(choice), -torch.inf)
@@ -222,8 +229,8 @@ class Selection(TorchFunctionMode):
         """Raise unless the one selection was seen."""
         if self.hits != 1:
             raise RoutingError(
-                f"{self.spec.site.name} called top-k over {self.spec.site.num_experts} experts {self.hits} times, not "
-                "once. Switch off kernels that replace the router (fused, compiled)."
+                f"{self.spec.moe_layer.name} called top-k over {self.spec.moe_layer.num_experts} experts "
+                f"{self.hits} times, not once. Switch off kernels that replace the router (fused, compiled)."
             )
 
 

@@ -1,4 +1,4 @@
-"""`RoutingTrace`: which experts every token of a batch used, at every site. Immutable, compact, checked."""
+"""`RoutingTrace`: which experts every token of a batch used, at every MoE layer. Immutable, compact, checked."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from moe_rl.errors import RoutingError
 from moe_rl.routing import trace_files
 from moe_rl.routing.ids import blocks, signed, sorted_slots
-from moe_rl.routing.sites import Layout, Site
+from moe_rl.routing.moe_layers import Layout, MoeLayer
 from moe_rl.routing.trace_files import unpacked
 
-__all__ = ["Layout", "RoutingTrace", "Site"]
+__all__ = ["Layout", "RoutingTrace", "MoeLayer"]
 ROUTED = ("experts", "gates")
 PER_TOKEN = (*ROUTED, "attention_mask", "tokens")
 """Fields with rows and columns; those of `ROUTED` come from a router."""
@@ -27,12 +27,12 @@ PER_TOKEN = (*ROUTED, "attention_mask", "tokens")
 class RoutingTrace:
     """Expert ids of a padded batch. `==` compares ids in order; `same_sets` ignores their order within a row.
 
-    A row (batch, time, site) is *unknown* at padding, at the last token of a rollout (it was never an input) and
+    A row (batch, time, MoE layer) is *unknown* at padding, at the last token of a rollout (it was never an input) and
     wherever an engine reported nothing; under replay such a row routes freely.
     """
 
-    experts: Integer[Tensor, "batch time site k"]
-    """Ids in selection order, in `layout.dtype`. Sites that use fewer than k slots leave the last ones unknown."""
+    experts: Integer[Tensor, "batch time moe_layer k"]
+    """Ids in selection order, in `layout.dtype`. MoE layers that use fewer than k slots leave the last ones unknown."""
     attention_mask: Bool[Tensor, "batch time"]
     """True at tokens, False at padding (on either side)."""
     layout: Layout
@@ -43,14 +43,14 @@ class RoutingTrace:
     keep: float = 0.0
     """Under replay an expert stays only where its live score is at least this share of the weakest live top-k score
     (`sources.soft`); at 0 it stays whatever its score."""
-    gates: Float[Tensor, "batch time site k"] | None = None
+    gates: Float[Tensor, "batch time moe_layer k"] | None = None
     """Combine weights that replay forces with the ids, float32 or float16 (`sources.recall`); None: the live
     router's."""
 
     # ------------------------------------------------------------------ making one
     @staticmethod
     def from_ids(
-        ids: Integer[Tensor, "batch time site k"],
+        ids: Integer[Tensor, "batch time moe_layer k"],
         layout: Layout,
         *,
         tokens: Integer[Tensor, "batch time"] | None = None,
@@ -129,21 +129,21 @@ class RoutingTrace:
     # ------------------------------------------------------------------ reading it
     @property
     def shape(self) -> torch.Size:
-        """(batch, time, site, k)"""
+        """(batch, time, MoE layer, k)"""
         return self.experts.shape
 
-    def ids(self) -> Integer[Tensor, "batch time site k"]:
+    def ids(self) -> Integer[Tensor, "batch time moe_layer k"]:
         """Ids as int64, -1 where unknown."""
         return signed(self.experts)
 
     @property
-    def known(self) -> Bool[Tensor, "batch time site"]:
+    def known(self) -> Bool[Tensor, "batch time moe_layer"]:
         return self.experts[..., 0] != self.layout.unknown
 
     @property
     def coverage(self) -> float:
-        """Share of (token, site) pairs whose route is known; padding does not count."""
-        tokens = int(self.attention_mask.sum()) * len(self.layout.sites)
+        """Share of (token, MoE layer) pairs whose route is known; padding does not count."""
+        tokens = int(self.attention_mask.sum()) * len(self.layout.moe_layers)
         return int((self.known & self.attention_mask[..., None]).sum()) / tokens if tokens else float("nan")
 
     def require_known(self) -> None:
@@ -173,13 +173,14 @@ class RoutingTrace:
         )
 
     def __repr__(self) -> str:
-        batch, time, sites, k = self.shape
-        experts = max(site.num_experts for site in self.layout.sites)
-        return f"RoutingTrace({batch} × {time} tokens, {sites} sites, top {k} of {experts}, {self.coverage:.1%} known)"
+        batch, time, moe_layers, k = self.shape
+        experts = max(moe_layer.num_experts for moe_layer in self.layout.moe_layers)
+        shape = f"{batch} × {time} tokens, {moe_layers} MoE layers, top {k} of {experts}"
+        return f"RoutingTrace({shape}, {self.coverage:.1%} known)"
 
     __hash__ = None  # type: ignore[assignment]  # equal traces would need equal hashes of all they hold
 
-    def same_sets(self, other: RoutingTrace) -> Bool[Tensor, "batch time site"]:
+    def same_sets(self, other: RoutingTrace) -> Bool[Tensor, "batch time moe_layer"]:
         """Where both chose the same experts, in any order. Unknown equals unknown alone, so padding is the same
         everywhere: `agreement` gives a share. Raises RoutingError for traces of other models or tokens."""
         self.layout.require(other.layout, "the other trace")
@@ -196,8 +197,8 @@ class RoutingTrace:
         return same
 
     def agreement(self, other: RoutingTrace) -> float:
-        """Share of the (token, site) pairs known in both at which both chose the same experts, in any order. Padding
-        does not count. NaN where there is no such pair."""
+        """Share of the (token, MoE layer) pairs known in both at which both chose the same experts, in any order.
+        Padding does not count. NaN where there is no such pair."""
         same, other = self.same_sets(other), other.to(self.experts.device)
         both = self.known & other.known & (self.attention_mask & other.attention_mask)[..., None]
         return same[both].double().mean().item()
@@ -207,8 +208,8 @@ class RoutingTrace:
         """The given rows and their first `time` columns."""
         return self.each(lambda _, x: x[index][:, :time])
 
-    def only(self, where: Bool[Tensor, "batch time site"]) -> RoutingTrace:
-        """Without the routes of other (token, site) pairs than those of `where`: replay leaves these free."""
+    def only(self, where: Bool[Tensor, "batch time moe_layer"]) -> RoutingTrace:
+        """Without the routes of other (token, MoE layer) pairs than those of `where`: replay leaves these free."""
         return replace(self, experts=self.experts.masked_fill(~where[..., None], self.layout.unknown))
 
     def align(self, attention_mask: Bool[Tensor, "batch time"]) -> RoutingTrace:

@@ -1,6 +1,6 @@
 """Files of traces: safetensors, ids of real tokens only, with checksums.
 
-Bytes: tokens × sites × k of ids up to 255 experts, twice that beyond; 4 per token of its id; 1 per position of the
+Bytes: tokens × MoE layers × k of ids up to 255 experts, twice that beyond; 4 per token of its id; 1 per position of the
 padded batch.
 """
 
@@ -19,7 +19,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing.sites import Layout, Site
+from moe_rl.routing.moe_layers import Layout, MoeLayer
 
 FORMAT = "3"
 PACKED = ("experts", "tokens", "gates")
@@ -55,7 +55,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     """The fields of a trace; see `RoutingTrace.load`."""
     with _opened(path) as (header, tensors):
         raw = json.loads(header["layout"])
-        layout = Layout(tuple(Site(**site) for site in raw["sites"]), raw["architecture"])
+        layout = Layout(tuple(MoeLayer(**x) for x in raw.get("moe_layers") or raw["sites"]), raw["architecture"])
         mask = tensors["attention_mask"]
         fills = {"experts": layout.unknown}
         fields: dict[str, Any] = {

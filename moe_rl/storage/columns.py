@@ -16,7 +16,7 @@ from pathlib import Path
 TABLES = {
     "steps": ("step",),
     "updates": ("step", "update"),
-    "layers": ("step", "site"),
+    "layers": ("step", "moe_layer"),
     "lags": ("step", "lag"),
     "evaluations": ("step", "benchmark", "problem", "sample"),
     "rollouts": ("step", "rollout"),

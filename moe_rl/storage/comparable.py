@@ -34,7 +34,7 @@ def require_comparable(root: Path, runs: pd.DataFrame) -> None:
     if names := _different_inputs(runs):
         raise RunError(f"the runs below {root} were made from different versions of {', '.join(names)}. {ELSE}.")
     settings: dict[str, str] = {}
-    for _, condition in runs[runs["config"].notna()].groupby(["study", "factors"], sort=False):
+    for _, condition in runs[runs["config"].notna()].groupby(["study", "condition"], sort=False):
         settings = _different_settings(condition) | settings
     if settings:
         raise RunError(f"the runs below {root} have different settings ({'; '.join(settings.values())}). {ELSE}.")
@@ -69,4 +69,4 @@ def _different_settings(runs: pd.DataFrame) -> dict[str, str]:
 
 
 def _place(run: Any) -> str:
-    return f"{run.arm}/{run.factors}/seed={run.seed}"
+    return f"{run.arm}/{run.condition}/seed={run.seed}"

@@ -1,6 +1,6 @@
 """Runs on disk: a folder per run that survives a SIGKILL at any instant (`frames` reads many of them at once).
 
-    runs/<study>/<arm>/<factors>/seed=<n>/
+    runs/<study>/<arm>/<condition>/seed=<n>/
         manifest.json     configuration and its hash, seed, code and package versions, processor, commit, digests of
                           what it is made from and of the study file, device, dates, seconds
         progress.json     state, step, seconds per step; replaced at every step

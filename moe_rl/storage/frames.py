@@ -14,13 +14,13 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from moe_rl.errors import RunError
+from moe_rl.errors import OLD_NAMES, RunError, renamed
 from moe_rl.storage.columns import TABLES, pooled, timing
 from moe_rl.storage.commits import read_parquet, read_rows
 from moe_rl.storage.comparable import require_comparable
 from moe_rl.storage.folder import ENDED, differing, folder_name, read_manifest, run_folders, state
 
-LABELS = ["study", "arm", "factors", "seed", "code"]
+LABELS = ["study", "arm", "condition", "seed", "code"]
 """Columns that every frame starts with: which run a row belongs to, and the code that wrote it."""
 PLAIN = ("hash", "created", "finished_at", "seconds", "checkpoint", "device", "threads")
 NESTED = ("config", "packages", "git", "inputs", "declared")
@@ -28,6 +28,7 @@ NESTED = ("config", "packages", "git", "inputs", "declared")
 is older than what they say."""
 
 
+@renamed(cells="conditions", cell="condition")
 @dataclass(frozen=True)
 class Frames:
     """Rows of all runs of a study: `runs` has a row per run, `frames["steps"]` is the frame of the table `steps`, and
@@ -41,16 +42,16 @@ class Frames:
         return self.tables[table]
 
     @property
-    def cells(self) -> list[str]:
-        """The combinations of factors, in the order of the runs."""
-        return list(self.runs["factors"].unique())
+    def conditions(self) -> list[str]:
+        """The conditions, in the order of the runs."""
+        return list(self.runs["condition"].unique())
 
-    def cell(self, factors: str) -> Frames:
-        """The rows of one combination of factors."""
-        return self._with("factors", factors)
+    def condition(self, condition: str) -> Frames:
+        """The rows of one condition."""
+        return self._with("condition", condition)
 
     def run(self, arm: str, seed: int) -> Frames:
-        """The rows of one run, of frames of one combination of factors."""
+        """The rows of one run, of frames of one condition."""
         return self._with("arm", arm)._with("seed", seed)
 
     def select(self, paths: Sequence[Path]) -> Frames:
@@ -95,7 +96,7 @@ def load_study(root: Path, *, unfinished: bool = False, mix_code: bool = False) 
     """
     tables = None if any(run_folders(root)) else collected(root)  # runs go on, so they know more than tables of them
     frames = tables or _from_runs(root, unfinished)
-    for label in ("study", "arm", "factors"):
+    for label in ("study", "arm", "condition"):
         for name in frames.runs[label].unique():
             folder_name(label, name)
     if not mix_code:
@@ -114,6 +115,8 @@ def collected(root: Path) -> Frames | None:
     for name in ("runs", *pooled()):
         if name in ("runs", "steps") or (folder / f"{name}.parquet").exists():  # the others may have no rows
             frame = read_parquet(folder / f"{name}.parquet").to_pandas()
+            if "factors" in frame:
+                raise RunError(f"{folder / name}.parquet has {OLD_NAMES}")
             tables[name] = frame.astype({c: "float64" for c in frame.select_dtypes("float32")})
     runs = tables.pop("runs")
     frames = Frames(runs.assign(**{c: None for c in (*PLAIN, *NESTED) if c not in runs}), tables)
@@ -167,11 +170,11 @@ def read_table(path: Path, name: str) -> pd.DataFrame:
 
 
 def labels_of(path: Path) -> dict[str, Any]:
-    """Study, arm, factors and seed of a run, from its path. Raises RunError for one that was renamed."""
-    *_, study, arm, factors, name = ("", "", "", *Path(path).absolute().parts)
+    """Study, arm, condition and seed of a run, from its path. Raises RunError for one that was renamed."""
+    *_, study, arm, condition, name = ("", "", "", *Path(path).absolute().parts)
     if not re.fullmatch(r"seed=\d+", name):
         raise RunError(f"the name of the run folder {path} contains no seed. Rename it to seed=<n>.")
-    return {"study": study, "arm": arm, "factors": factors, "seed": int(name.removeprefix("seed="))}
+    return {"study": study, "arm": arm, "condition": condition, "seed": int(name.removeprefix("seed="))}
 
 
 # ---------------------------------------------------------------------- two runs

@@ -115,8 +115,8 @@ def _matches(table: str, column: str, patterns: Sequence[str]) -> bool:
 
 def _runs(frames: Frames) -> pd.DataFrame:
     """Paths within the study: where it lay on somebody's machine says nothing."""
-    parts = frames.runs[["arm", "factors", "seed"]].itertuples(index=False)
-    paths = [f"{arm}/{factors}/seed={seed}" for arm, factors, seed in parts]
+    parts = frames.runs[["arm", "condition", "seed"]].itertuples(index=False)
+    paths = [f"{arm}/{condition}/seed={seed}" for arm, condition, seed in parts]
     return frames.runs.assign(path=paths, threads=frames.runs["threads"].map(str, na_action="ignore"))
 
 

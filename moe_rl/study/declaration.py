@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from moe_rl.config import SHIPPED, Arm, RunConfig, plain
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import OLD_NAMES, ConfigError, RunError, renamed
 from moe_rl.objectives.methods import arm as spelled_arm
 from moe_rl.objectives.methods import spell_out
 from moe_rl.registry import Component, lookup, unknown
@@ -42,7 +42,7 @@ MOST = 20_000
 TRAINER = "moe_rl.build:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,:()-]{0,119}")
-CELL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
+CONDITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]*")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 PRESET_NAMES = (
     "qwen3_moe-tiny",
@@ -66,6 +66,7 @@ class Planned:
     study_file: Path | None = None
 
 
+@renamed(cells="conditions")
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """Arms × factors × seeds, and what they are for."""
@@ -83,7 +84,7 @@ class Study:
     """Each seed begins from a cold start of its own, which its arms share; else all begin from `cold_start.seed`."""
     factors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Dotted settings and their values, e.g. `{"cold_start.seed": (0, 1)}`: every combination is run."""
-    cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    conditions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Named variations of the base, for settings that vary together or one at a time, e.g. `{"N=2": {"mini_batches": 2,
     "steps": 400}}`; crossed with `factors`. A name of the form `key=value` can be drawn against like a factor. The key
     `arms` holds the names of those that run there, where not all do, `seeds` likewise the seeds."""
@@ -125,7 +126,7 @@ class Study:
         for kind, label, form in (
             ("study", self.name, NAME),
             *(("arm", name, ARM) for name in names),
-            *(("condition", name, CELL) for name in self.cells),
+            *(("condition", name, CONDITION) for name in self.conditions),
         ):
             if not form.fullmatch(label):
                 raise ConfigError(f"{kind} {label!r} cannot be the name of a folder: use letters, digits, '._-'")
@@ -134,7 +135,7 @@ class Study:
         for a, b in self.comparisons:
             if a == b or not {a, b} <= set(names):
                 raise ConfigError(f"the comparison {a} − {b} of {study} needs two of its arms {names}")
-        for name, settings in self.cells.items():
+        for name, settings in self.conditions.items():
             if unknown := set(settings.get("arms", ())) - set(names):
                 raise ConfigError(f"condition {name!r} of {study}: {sorted(unknown)} are not among its arms {names}")
             here = settings.get("seeds", self.seeds)
@@ -142,14 +143,16 @@ class Study:
                 raise ConfigError(f"condition {name!r} of {study} has seeds={here!r}. The study has {[*self.seeds]}.")
         if self.own_cold_starts and "cold_start.seed" in self.factors:
             raise ConfigError("own_cold_starts gives each seed its own warm-up, so cold_start.seed cannot be a factor")
-        varied = [*self.factors, *(key for settings in self.cells.values() for key in settings)]
+        varied = [*self.factors, *(key for settings in self.conditions.values() for key in settings)]
         if "steps" in self.factors or {"seed", "arm"} & {key.split(".")[0] for key in varied}:
             raise ConfigError("steps, seed and arm cannot be factors. Use --steps, `seeds` and `arms`.")
 
     def quick_form(self) -> Study:
-        """A study of its own, `<name>-quick`, of one seed in all cells: run it for QUICK_STEPS, as a trial."""
-        cells = {name: {k: v for k, v in cell.items() if k != "seeds"} for name, cell in self.cells.items()}
-        return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], cells=cells)
+        """A study of its own, `<name>-quick`, of one seed in all conditions: run it for QUICK_STEPS, as a trial."""
+        conditions = {
+            name: {k: v for k, v in condition.items() if k != "seeds"} for name, condition in self.conditions.items()
+        }
+        return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], conditions=conditions)
 
     def with_settings(self, changes: Mapping[str, Any]) -> Study:
         """The study with another base. Raises ConfigError for a setting that a factor gives values of its own."""
@@ -175,14 +178,16 @@ class Study:
         chosen = tuple(own.get(text) or spelled_arm(text) for text in (*own_arms, *arms)) or _made(self.arms)
         names = {arm.name for arm in chosen}
         comparisons = tuple(pair for pair in self.comparisons if set(pair) <= names)
-        cells = {
-            name: {**cell, "arms": tuple(n for n in cell["arms"] if n in names)} if "arms" in cell else cell
-            for name, cell in self.cells.items()
+        conditions = {
+            name: {**condition, "arms": tuple(n for n in condition["arms"] if n in names)}
+            if "arms" in condition
+            else condition
+            for name, condition in self.conditions.items()
         }
-        cells = {name: cell for name, cell in cells.items() if cell.get("arms", names)}
-        if self.cells and not cells:
+        conditions = {name: condition for name, condition in conditions.items() if condition.get("arms", names)}
+        if self.conditions and not conditions:
             raise ConfigError(f"no condition of study {self.name!r} runs {', '.join(sorted(names))}")
-        return dataclasses.replace(self, arms=chosen, comparisons=comparisons, cells=cells)
+        return dataclasses.replace(self, arms=chosen, comparisons=comparisons, conditions=conditions)
 
     def own_arms(self, text: str | None) -> list[str]:
         """Names of its own arms, as `--arms grpo,gspo` has them; commas in brackets belong to a name. Raises
@@ -195,22 +200,23 @@ class Study:
         return names
 
     def runs(self, out: Path, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Planned]:
-        """Every run and its folder `out/<study>/<arm>/<factors>/seed=<n>`: seed by seed, so that arms advance together.
+        """Every run and its folder `out/<study>/<arm>/<condition>/seed=<n>`: seed by seed, so that arms advance
+        together.
 
         Raises ConfigError for settings no run can have, and for two combinations that would share a folder.
         """
         seeds = self.seeds if seeds is None else tuple(seeds)
         if not seeds or len(set(seeds)) < len(seeds):
             raise ConfigError(f"a study needs at least one seed, and each seed once, but got {list(seeds)}")
-        count = len(seeds) * len(self.arms) * max(1, len(self.cells)) * math.prod(map(len, self.factors.values()))
+        count = len(seeds) * len(self.arms) * max(1, len(self.conditions)) * math.prod(map(len, self.factors.values()))
         if count > MOST:
             raise ConfigError(f"study {self.name!r} would have {count:,} runs; at most {MOST:,} are allowed")
         planned: list[Planned] = []
         described: dict[Path, str] = {}
-        combinations = itertools.product(self.cells or {"": {}}, itertools.product(*self.factors.values()))
+        combinations = itertools.product(self.conditions or {"": {}}, itertools.product(*self.factors.values()))
         for seed, (name, values), arm in itertools.product(seeds, combinations, _made(self.arms)):
             chosen = dict(zip(self.factors, values, strict=True))
-            settings = {**self.cells.get(name, {}), **chosen}
+            settings = {**self.conditions.get(name, {}), **chosen}
             here = settings.pop("arms", (arm.name,)), settings.pop("seeds", (seed,))
             if arm.name not in here[0] or seed not in here[1]:
                 continue
@@ -225,7 +231,7 @@ class Study:
             if path in described:
                 raise ConfigError(
                     f"{described[path]} and {values_here} of study {self.name!r} would share the folder "
-                    f"{path.parent.name}. Name the conditions with `cells`."
+                    f"{path.parent.name}. Name the conditions with `conditions`."
                 )
             described[path] = values_here
             planned.append(Planned(path, config, self.file))
@@ -269,9 +275,9 @@ def name_namesake(arm: Arm) -> str:
     return ""
 
 
-def path_of(out: Path, study: Any, arm: Any, factors: Any, seed: Any) -> Path:
+def path_of(out: Path, study: Any, arm: Any, condition: Any, seed: Any) -> Path:
     """The folder of a run. Raises ConfigError for a label that is no `folder_name`."""
-    labels = {"study": study, "arm": arm, "factors": factors, "seed": f"seed={seed}"}
+    labels = {"study": study, "arm": arm, "condition": condition, "seed": f"seed={seed}"}
     return out.joinpath(*(runs.folder_name(kind, label) for kind, label in labels.items()))
 
 
@@ -291,7 +297,7 @@ DECLARED = (
     "cost",
     "seeds",
     "factors",
-    "cells",
+    "conditions",
     "trainer",
 )
 """What a `study.json` has of a study, beside the names of its arms and the path of its file in the checkout."""
@@ -315,7 +321,7 @@ def write_declaration(study: Study, out: Path, *, keep: bool = False) -> list[st
             there = before.get(key, [])
             known = {_json(entry) for entry in there}
             content[key] = [*there, *(entry for entry in content[key] if _json(entry) not in known)]
-        content["cells"] = {**content["cells"], **before.get("cells", {})}
+        content["conditions"] = {**content["conditions"], **before.get("conditions", {})}
     asked = ("question", "endpoint", "further_endpoints", "decision_rule", *(() if keep else ("arms", "comparisons")))
     changed = [key for key in asked if _json(before.get(key)) != _json(content[key])]
     runs.write_json(out / study.name / DECLARATION, content)
@@ -336,8 +342,10 @@ def read_declaration(folder: Path, trust: bool = False) -> dict[str, Any]:
         raise RunError(f"{folder} is not the folder of a study: it has no {DECLARATION}")
     if "contrasts" in declared:
         raise RunError(f"{folder} has the names of columns and settings that release 0.1.0 had. Read it with 0.1.0.")
+    if "cells" in declared:
+        raise RunError(f"{folder / DECLARATION} has {OLD_NAMES}")
     defaults = {f.name: f.default for f in dataclasses.fields(Study) if f.name in DECLARED}
-    defaults |= {"question": "", "hypothesis": "", "seeds": [], "factors": {}, "cells": {}, "file": ""}
+    defaults |= {"question": "", "hypothesis": "", "seeds": [], "factors": {}, "conditions": {}, "file": ""}
     declared = plain(defaults) | declared | {"folder": str(folder)}
     return declared | {"untrusted": ""} if trust else _leave_out_code(declared, folder)
 

@@ -21,7 +21,7 @@ from moe_rl.models.load import PRESETS, hf_config, is_missing, load_tokenizer, s
 from moe_rl.models.supervised import CHUNK
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, demonstrated, encode_prompts
 from moe_rl.registry import Component
-from moe_rl.routing.sites import layout_of
+from moe_rl.routing.moe_layers import layout_of
 from moe_rl.seeds import PROMPTS, derive
 from moe_rl.storage.commits import check_rows
 from moe_rl.study.declaration import Planned
@@ -135,9 +135,9 @@ def _toy(run: RunConfig) -> RunConfig:
     if model.name not in PRESETS:
         layout, bias = layout_of(skeleton(model)), 0.0
         sizes = {
-            "num_hidden_layers": len(layout.sites),
+            "num_hidden_layers": len(layout.moe_layers),
             "num_experts_per_tok": layout.top_k,
-            "num_local_experts": max(site.num_experts for site in layout.sites),
+            "num_local_experts": max(moe_layer.num_experts for moe_layer in layout.moe_layers),
         }
         model = ModelConfig(overrides=sizes | {"max_position_embeddings": 2**20})  # bytes are more than its tokens
     return run.replace(

@@ -45,7 +45,7 @@ def rerun(
     steps: int | None = None,
     trust: bool = False,
 ) -> list[Failure]:
-    """Run every row below `path` (a study, an arm, a cell or a run) again in `out`; returns the failures.
+    """Run every row below `path` (a study, an arm, a condition or a run) again in `out`; returns the failures.
 
     Prints for each the `verdict`. With `steps` only the first ones are run and compared. Rows that name code from
     outside the package run only with `trust`. The code may be beside the study file that the row names, in the folders
@@ -98,7 +98,7 @@ def outside_code(configs: Iterable[RunConfig], trainer: str) -> list[str]:
 def _planned(row: Any, out: Path, tables: Path, steps: int | None) -> Planned:
     config = RunConfig.from_dict(json.loads(row.config))
     config = config if steps is None else config.replace(steps=steps)
-    path = path_of(out, row.study, row.arm, row.factors, row.seed)
+    path = path_of(out, row.study, row.arm, row.condition, row.seed)
     return Planned(path, config, find_study_file(json.loads(row.declared or "{}").get("file"), tables))
 
 

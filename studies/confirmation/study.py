@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import BASE, EARLIER, grpo, gspo, replay  # noqa: E402
+from base import BASE, EARLIER, grpo, gspo_short, replay  # noqa: E402
 
 from moe_rl.config import Optimizer  # noqa: E402
 from moe_rl.study import Study  # noqa: E402
@@ -20,14 +20,14 @@ study = Study(
     question="At a learning rate near the end of GRPO's range, do Routing Replay or GSPO keep training from collapse?",
     hypothesis="GRPO with Routing Replay and GSPO earn more than GRPO and collapse later (GSPO, arXiv 2507.18071, "
     "Fig. 1 and 3).",
-    arms=(grpo, replay, gspo),
+    arms=(grpo, replay, gspo_short),
     base=BASE.replace(
         optimizer=Optimizer(lr=LEARNING_RATE), steps=300, eval_every=100, eval_prompts=128, save_every=100
     ),
     seeds=tuple(range(50, 66)),
     own_cold_starts=True,
     figures=("learning",),
-    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo", "grpo-replay")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo_short", "grpo"), ("gspo_short", "grpo-replay")),
     decision_rule="Endpoint: mean reward over steps 151–300. Three contrasts, two-sided sign flips over 16 seeds, Holm "
     "at 5 %: decided above 0 in favour of the first arm is 'reproduced', below 0 'reversed' (for gspo − grpo-replay, "
     "on which the paper is silent, 'GSPO better' or 'worse'); undecided with a 95 % interval within ±.05 is 'no "

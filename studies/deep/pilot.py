@@ -20,7 +20,7 @@ study = Study(
     base=BASE.replace(**layers(24)),
     seeds=tuple(range(3300, 3304)),
     own_cold_starts=True,
-    cells={f"rate={rate:g}": {"optimizer.lr": rate} for rate in RATES},
+    conditions={f"rate={rate:g}": {"optimizer.lr": rate} for rate in RATES},
     figures=(),
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),

@@ -20,7 +20,7 @@ study = Study(
     base=BASE.replace(steps=20, save_every=20, **{"measure.detail_every": 5}),
     seeds=(3400, 3401, 3402),
     own_cold_starts=True,
-    cells={
+    conditions={
         f"layers={depth},rate={rate:g}": {**layers(depth), "optimizer.lr": rate} for depth in DEPTHS for rate in RATES
     },
     figures=(),

@@ -25,7 +25,7 @@ The learning rate was set there too, where GRPO without mismatch learns but not 
 of the second half: GRPO, same engine, 0.77 at 2e-4 (seed 10), 0.59 at 3e-4 (11), 0.74 and 0.56 at 4e-4 (10, 11). With a
 mismatch of one row of the table, at 4e-4: int8, GRPO 0.55 and 0.61, GRPO + R3 0.67 and 0.55, GSPO 0.65 and 0.49; int8
 and router_noise 0.05, GRPO 0.54 (10), at 3e-4 0.70 and 0.65; router_noise 0.06 at 2e-4, GRPO 0.74 (10). Runs of one
-cell differ by 0.1 and more, hence 8 seeds. Four steps of seed 0 were run to try the file, after all was chosen.
+condition differ by 0.1 and more, hence 8 seeds. Four steps of seed 0 were run to try the file, after all was chosen.
 """
 
 import sys
@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import gspo  # noqa: E402
+from base import gspo_short  # noqa: E402
 
 from moe_rl.config import Arm, ColdStart, Optimizer, RunConfig  # noqa: E402
 from moe_rl.registry import Component  # noqa: E402
@@ -43,7 +43,7 @@ grpo = Arm(name="grpo", loss="grpo")
 r2 = Arm(name="grpo-r2", loss="grpo", routes="old_policy")
 r3 = Arm(name="grpo-r3", loss="grpo", routes="rollout")
 truncated = Arm(name="grpo-tis", loss="grpo", corrections=(Component("truncated", cap=2.0),))
-anchored = Arm(name="gspo-engine", loss=gspo.loss, anchor="engine")
+anchored = Arm(name="gspo-engine", loss=gspo_short.loss, anchor="engine")
 
 study = Study(
     name="engine_mismatch",
@@ -53,7 +53,7 @@ study = Study(
     "removes at least 90 % of the KL on every seed. (2) GRPO + R3 and GRPO + truncated importance sampling earn more "
     "than GRPO. (3) GSPO earns more than GRPO, and as much with the engine's own likelihoods as with recomputed ones "
     "(GSPO, arXiv 2507.18071, section 5.4).",
-    arms=(grpo, r2, r3, truncated, gspo, anchored),
+    arms=(grpo, r2, r3, truncated, gspo_short, anchored),
     base=RunConfig(
         arm=grpo,
         task=Component("running_sums", digits=12),
@@ -75,8 +75,8 @@ study = Study(
         ("grpo-r3", "grpo"),
         ("grpo-r2", "grpo"),
         ("grpo-tis", "grpo"),
-        ("gspo", "grpo"),
-        ("gspo-engine", "gspo"),
+        ("gspo_short", "grpo"),
+        ("gspo-engine", "gspo_short"),
     ),
     decision_rule="Primary endpoint: mean reward over the second half of training. The five contrasts, two-sided sign "
     "flips over the 8 seeds, Holm at 5 %: below it, the arms differ. Else, with the 95 % interval of the difference "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import BASE, EARLIER, ENDPOINT, SECONDARY, grpo, gspo, replay  # noqa: E402
+from base import BASE, EARLIER, ENDPOINT, SECONDARY, grpo, gspo_short, replay  # noqa: E402
 from contrasts import Both, Condition  # noqa: E402
 
 from moe_rl.objectives.methods import arm  # noqa: E402
@@ -24,15 +24,15 @@ study = Study(
     "methods made for stale data take the harm away?",
     hypothesis="It does, more with every step, and those that correct for the weights that sampled lose less; with R3, "
     "SAT is flat to a lag of 8 (its claim, arXiv 2607.18722); gradients of stale data align (arXiv 2603.01501).",
-    arms=(grpo, replay, r3, gspo, tis, m2po, sat_r3),
+    arms=(grpo, replay, r3, gspo_short, tis, m2po, sat_r3),
     base=BASE.replace(**{"measure.gradient_cosine": True}),
     seeds=tuple(range(400, 408)),
     own_cold_starts=True,
-    cells={f"lag={lag}": {"batches": Component("lagged", lag=lag)} for lag in LAGS},
+    conditions={f"lag={lag}": {"batches": Component("lagged", lag=lag)} for lag in LAGS},
     figures=("against:lag",),
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),
-    comparisons=tuple((a.name, "grpo") for a in (replay, r3, gspo, tis, m2po, sat_r3)),
+    comparisons=tuple((a.name, "grpo") for a in (replay, r3, gspo_short, tis, m2po, sat_r3)),
     decision_rule="Endpoints: sampled and greedy exact match on 256 held-out prompts, each the mean of the "
     "evaluations after steps 30, 35, 40, 45, 50, of the weights of then; rewards of training are of weights that are "
     "as much older as the lag, so none is an endpoint. An effect counts only if both are decided with one sign. Harm: "

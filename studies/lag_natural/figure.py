@@ -26,7 +26,7 @@ def draw(frames: Frames) -> Figure:
         ax.set(title=metric(endpoint).name, xlabel="difference, mean of lags 1 and 2; shaded: the margin")
         ax.grid(axis="y", visible=False)
     ess = {lag: values_of(frames, f"lag={lag}", "token_ess") for lag in LAGS}
-    for arm in ("grpo", "grpo-replay", "gspo"):
+    for arm in ("grpo", "grpo-replay", "gspo_short"):
         bands = [interval(ess[lag][arm].dropna()) for lag in LAGS]
         mean = [band.mean for band in bands]
         whisker = [[band.mean - band.low for band in bands], [band.high - band.mean for band in bands]]

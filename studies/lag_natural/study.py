@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import BASE, EARLIER, ENDPOINT, SECONDARY, crossed, grpo, gspo, replay  # noqa: E402
+from base import BASE, EARLIER, ENDPOINT, SECONDARY, crossed, grpo, gspo_short, replay  # noqa: E402
 from contrasts import NOTHING, Condition, Form, Outcome, Rule, Within  # noqa: E402
 
 from moe_rl.registry import Component  # noqa: E402
@@ -28,17 +28,18 @@ study = Study(
     "Routing Replay (R2) help GRPO, does GSPO, and is what helps GSPO's sequence-level weight or its clip?",
     hypothesis="Replay restores the ratios (token ESS) and changes exact match by less than .02. GSPO is better than "
     "GRPO and than replay, by its sequence-level weight.",
-    arms=(grpo, replay, gspo, weight, clip, no_weight),
+    arms=(grpo, replay, gspo_short, weight, clip, no_weight),
     base=BASE,
     seeds=tuple(range(1000, 1032)),
     own_cold_starts=True,
-    cells={f"lag={lag}": lagged(lag) for lag in LAGS}
+    conditions={f"lag={lag}": lagged(lag) for lag in LAGS}
     | {f"{HALF}lag={lag}": {**lagged(lag), "optimizer.lr": BASE.optimizer.lr / 2, "arms": ("grpo",)} for lag in LAGS},
     figures=(),
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),
     metrics=("token_ess",),
-    comparisons=tuple((a.name, "grpo") for a in (replay, gspo, weight, clip, no_weight)) + (("gspo", "grpo-replay"),),
+    comparisons=tuple((a.name, "grpo") for a in (replay, gspo_short, weight, clip, no_weight))
+    + (("gspo_short", "grpo-replay"),),
     decision_rule="Primary endpoint: sampled exact match on 256 held-out prompts, mean of the evaluations after steps "
     "30, 35, 40, 45 and 50. Secondary: greedy exact match, likewise. Every value is the mean of lags 1 and 2 of one "
     "seed. Gate: token ESS of the step, mean over steps 26–50 and seeds at lag 2, is at most .90 in GRPO and at least "

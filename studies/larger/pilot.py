@@ -21,7 +21,7 @@ study = Study(
     base=BASE.replace(**MIDDLE),
     seeds=tuple(range(3600, 3604)),
     own_cold_starts=True,
-    cells={f"lag={lag},rate={rate:g}": {**lagged(lag), "optimizer.lr": rate} for lag in LAGS for rate in RATES},
+    conditions={f"lag={lag},rate={rate:g}": {**lagged(lag), "optimizer.lr": rate} for lag in LAGS for rate in RATES},
     figures=(),
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),

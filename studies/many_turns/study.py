@@ -7,7 +7,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import BASE, EARLIER, SECONDARY, grpo, gspo, replay  # noqa: E402
+from base import BASE, EARLIER, SECONDARY, grpo, gspo_short, replay  # noqa: E402
 
 from moe_rl.config import Arm  # noqa: E402
 from moe_rl.registry import Component  # noqa: E402
@@ -27,7 +27,7 @@ study = Study(
     hypothesis="Where routes are quiet neither replay nor GSPO changes much, as with one turn. Advantages per turn do "
     "help: a right correction is compared with other corrections, while the one advantage of a conversation punishes "
     "it for not having been right at once.",
-    arms=(grpo, replay, gspo, gspo_token, grpo_turn),
+    arms=(grpo, replay, gspo_short, gspo_token, grpo_turn),
     base=BASE.replace(task=Component("corrected_sums", digits=DIGITS, spoiled=0.75), max_new_tokens=2 * ONE_TURN + 2),
     seeds=(*range(400, 407), 408),
     own_cold_starts=True,
@@ -35,7 +35,7 @@ study = Study(
     endpoint="many_turns.study:held_out_at_equal_tokens",
     further_endpoints=(SECONDARY,),
     metrics=("turns", "response_tokens", "environment_tokens"),
-    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo"), ("gspo-token", "gspo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo_short", "grpo"), ("gspo-token", "gspo_short")),
     decision_rule="Endpoint: greedy reward on 256 held-out prompts (1 for an answer that is right at once, .5 for one "
     "right after the correction), over the tokens that the policy had sampled per rollout by then: the mean of the "
     f"straight lines between evaluations from {50 * ONE_TURN // 2} to {50 * ONE_TURN} tokens, which every run of full "

@@ -28,7 +28,7 @@ study = Study(
     base=BASE.replace(**lagged(2)),
     seeds=tuple(range(3700, 3704)),
     own_cold_starts=True,
-    cells={
+    conditions={
         f"{task},rate={rate:g}": {**settings, "optimizer.lr": rate}
         for task, settings in TASKS.items()
         for rate in RATES

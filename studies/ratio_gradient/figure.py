@@ -18,9 +18,9 @@ ARMS = [arm.name for arm in study.arms]
 def draw(frames: Frames) -> Figure:
     """The contrasts of the rule in both endpoints, and the harm of every part to every arm."""
     figure, axes = plots.new_figure(3, "A moved ratio, a moved gradient, and both", width=17)
-    spared = {part: harm("grpo", part) - harm("gspo", part) for part in ("ratio", "gradient")}
+    spared = {part: harm("grpo", part) - harm("gspo_short", part) for part in ("ratio", "gradient")}
     forms = RULE.families["planned"] | RULE.families["gate"]
-    forms |= {"harm of the ratio − of the gradient, grpo − gspo": spared["ratio"] - spared["gradient"]}
+    forms |= {"harm of the ratio − of the gradient, grpo − gspo_short": spared["ratio"] - spared["gradient"]}
     for ax, endpoint in zip(axes, (RULE.endpoint, RULE.secondary), strict=False):
         colours = {name: "black" if name in RULE.families["planned"] else plots.GREY for name in forms}
         note = plots.rows_of(ax, {name: form.values(frames, endpoint) for name, form in forms.items()}, colours)

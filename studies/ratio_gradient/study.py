@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import BASE, EARLIER, ENDPOINT, SECONDARY, SIXTY, crossed, dual, grpo, gspo  # noqa: E402
+from base import BASE, EARLIER, ENDPOINT, SECONDARY, SIXTY, crossed, dual, grpo, gspo_short  # noqa: E402
 from contrasts import NOTHING, VOID, Condition, Form, Gains, Outcome, Rule, values_of  # noqa: E402
 
 from moe_rl.config import Arm  # noqa: E402
@@ -35,7 +35,7 @@ matched = Arm(name="grpo-clip-matched", loss=Component("grpo", clip_low=CLIP, cl
 
 
 def moved(part: str, sigma: float) -> str:
-    """The name of the cell in which noise of this scale is applied to this part."""
+    """The name of the condition in which noise of this scale is applied to this part."""
     return f"router_noise.applied_to={part},router_noise.scale={sigma:g}"
 
 
@@ -45,11 +45,11 @@ study = Study(
     "ratio, and does GRPO with as many clipped tokens as GSPO do the same?",
     hypothesis="They do not add up: both together harm less than the sum. GSPO is harmed less by a moved ratio, and "
     "clipping as many tokens does not replace it.",
-    arms=(grpo, gspo, dual, no_ratio, matched),
+    arms=(grpo, gspo_short, dual, no_ratio, matched),
     base=BASE.replace(**SIXTY),
     seeds=tuple(range(1200, 1224)),
     own_cold_starts=True,
-    cells={NONE: {}}
+    conditions={NONE: {}}
     | {
         moved(part, sigma): {"router_noise.scale": sigma, "router_noise.applied_to": part}
         for sigma in SIGMAS
@@ -86,8 +86,8 @@ study = Study(
 
 # ---------------------------------------------------------------------- planned contrasts
 QUIET = Condition(NONE)
-INTERACTION, PROTECTION = "grpo, harm of both − of ratio − of gradient", "harm of the ratio, grpo − gspo"
-CLOSED, GAP = f"gspo − {matched.name}, ratio moved", "gspo − grpo, ratio moved"
+INTERACTION, PROTECTION = "grpo, harm of both − of ratio − of gradient", "harm of the ratio, grpo − gspo_short"
+CLOSED, GAP = f"gspo_short − {matched.name}, ratio moved", "gspo_short − grpo, ratio moved"
 MEANS = {
     INTERACTION: {
         1: "both together harm less than the sum",
@@ -120,10 +120,10 @@ RULE = Rule(
     {
         "planned": {
             INTERACTION: harm("grpo", "both") - harm("grpo", "ratio") - harm("grpo", "gradient"),
-            PROTECTION: harm("grpo", "ratio") - harm("gspo", "ratio"),
-            CLOSED: noisy("gspo", "ratio") - noisy(matched.name, "ratio"),
+            PROTECTION: harm("grpo", "ratio") - harm("gspo_short", "ratio"),
+            CLOSED: noisy("gspo_short", "ratio") - noisy(matched.name, "ratio"),
         },
-        "gate": {GAP: noisy("gspo", "ratio") - noisy("grpo", "ratio")},
+        "gate": {GAP: noisy("gspo_short", "ratio") - noisy("grpo", "ratio")},
     },
     gates=(Gains(QUIET["grpo"]),),
     bootstrap=True,
@@ -149,6 +149,6 @@ def of_the_gap(frames: Frames, one: Outcome) -> str:
     if gap.sign <= 0:
         return f"{NOTHING}, GSPO has no gap to GRPO"
     clipped = values_of(frames, NONE, "clip_tokens_mean").mean()
-    if not SHARES[0] <= clipped[matched.name] / clipped["gspo"] <= SHARES[1]:
+    if not SHARES[0] <= clipped[matched.name] / clipped["gspo_short"] <= SHARES[1]:
         return f"{NOTHING}, clipped shares are not matched"
     return MEANS[CLOSED][0] if one.equivalent else meaning(one)

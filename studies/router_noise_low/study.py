@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import BASE, EARLIER, ENDPOINT, SECONDARY, SIXTY, dual, grpo, gspo, noise, replay  # noqa: E402
+from base import BASE, EARLIER, ENDPOINT, SECONDARY, SIXTY, dual, grpo, gspo_short, noise, replay  # noqa: E402
 from contrasts import LEVEL, NOTHING, VOID, Condition, Form, Gains, Outcome, Rule, median_kl  # noqa: E402
 
 from moe_rl.results.stats import holm  # noqa: E402
@@ -27,18 +27,18 @@ BESIDE = {0.05: 0.025, 0.1: 0.055, 0.2: 0.095, 0.4: 0.15, 0.7: 0.23}
 ROUTERS = {scale: noise("weights", scale) for scale in BESIDE}
 OTHERS = {scale: noise("other_weights", beside) for scale, beside in BESIDE.items()}
 NONE = noise("weights", 0)
-"""Names of cells, by the scale in the routers."""
+"""Names of conditions, by the scale in the routers."""
 
 study = Study(
     name="router_noise_low",
     question="From which KL to the old policy on does noise in the routers harm an arm, and does noise beside the "
     "routers of the same KL harm as much?",
     hypothesis="No arm is harmed at KL below .05, and noise beside the routers harms as much as noise in them.",
-    arms=(grpo, replay, gspo, dual),
+    arms=(grpo, replay, gspo_short, dual),
     base=BASE.replace(**SIXTY),
     seeds=tuple(range(1100, 1124)),
     own_cold_starts=True,
-    cells={NONE: {}}
+    conditions={NONE: {}}
     | {name: {"router_noise.scale": scale} for scale, name in ROUTERS.items()}
     | {
         name: {"router_noise.scale": BESIDE[scale], "router_noise.target": "other_weights"}

@@ -2,7 +2,7 @@
 
 No method is tuned, which is the same budget for all: each has the defaults of its publication or, where it names none,
 of the framework that has it (`docs/methods.md`). The one exception is for length: ranges of a geometric-mean ratio are
-GSPO's for 13 tokens (`base.gspo`), chosen in pilots of other studies.
+GSPO's for 13 tokens (`base.gspo_short`), chosen in pilots of other studies.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import BASE, EARLIER, SECONDARY, grpo, gspo, replay  # noqa: E402
+from base import BASE, EARLIER, SECONDARY, grpo, gspo_short, replay  # noqa: E402
 from contrasts import Both, Condition  # noqa: E402
 
 from moe_rl.config import Arm  # noqa: E402
@@ -26,7 +26,7 @@ def named(name: str, spelling: str) -> Arm:
 NAMED = (
     grpo,
     replay,
-    gspo,
+    gspo_short,
     named("cispo", "cispo"),
     named("sapo", "sapo"),
     named("gmpo", "gmpo"),
@@ -78,7 +78,7 @@ MISMATCH = {"engine": Component("perturbed", int8=True, router_noise=0.05)}
 
 
 def of(arms: tuple[Arm, ...], seeds: tuple[int, ...], **settings: object) -> dict[str, object]:
-    """A cell for some arms and seeds."""
+    """A condition for some arms and seeds."""
     return {**settings, "arms": tuple(a.name for a in arms), "seeds": seeds}
 
 
@@ -92,16 +92,16 @@ study = Study(
     base=BASE,
     seeds=SEEDS,
     own_cold_starts=True,
-    cells={
+    conditions={
         "quiet": of(NAMED, SEEDS),
         "dial": of(NAMED, SEEDS, **DIAL),
         "quiet-further": of(FURTHER, EIGHT),
         "dial-further": of(FURTHER, EIGHT, **DIAL),
-        "mismatch": of((grpo, gspo, *AGAINST_ENGINE), EIGHT, **MISMATCH),
+        "mismatch": of((grpo, gspo_short, *AGAINST_ENGINE), EIGHT, **MISMATCH),
     },
     figures=(),
     further_endpoints=(SECONDARY,),
-    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo_short", "grpo")),
     decision_rule="Endpoints and what counts as an effect are those of volatility_dial. The seven named arms minus "
     "GRPO, 16 seeds, two-sided sign flips, Holm at 5 % over the seven, in each of quiet and dial by itself. All else "
     "is exploratory: further arms and those against the engine, 8 seeds, differences from GRPO of the same seeds with "

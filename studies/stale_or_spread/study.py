@@ -61,7 +61,7 @@ study = Study(
     base=BASE.replace(**lagged(LAG)),
     seeds=tuple(range(3200, 3232)),
     own_cold_starts=True,
-    cells={condition.name: {"optimizer.lr": rate} for condition, rate in zip((tuned, high), RATES, strict=True)},
+    conditions={condition.name: {"optimizer.lr": rate} for condition, rate in zip((tuned, high), RATES, strict=True)},
     figures=(),
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),

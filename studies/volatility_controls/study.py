@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import EARLIER, grpo, gspo, noise, replay  # noqa: E402
+from base import EARLIER, grpo, gspo_short, noise, replay  # noqa: E402
 from contrasts import Both, Condition  # noqa: E402
 from volatility_dial.study import SIGMAS  # noqa: E402
 from volatility_dial.study import study as router_noise  # noqa: E402
@@ -26,21 +26,21 @@ wrong = Arm(name="grpo-wrong-replay", loss="grpo", routes=Component("under_noise
 
 
 def moved(arms: tuple[str, ...] = ("grpo", "grpo-replay"), **settings: object) -> dict[str, object]:
-    """A cell under the dial, for two arms of its own."""
+    """A condition under the dial, for two arms of its own."""
     return {"router_noise.scale": SIGMA, "arms": arms, **settings}
 
 
-RATIO_LEVELS = ("grpo", "gspo")
+RATIO_LEVELS = ("grpo", "gspo_short")
 CONTRASTS = (
-    ("applied_to=ratio", "gspo", "grpo"),
-    ("applied_to=gradient", "gspo", "grpo"),
-    ("twin", "gspo", "grpo"),
+    ("applied_to=ratio", "gspo_short", "grpo"),
+    ("applied_to=gradient", "gspo_short", "grpo"),
+    ("twin", "gspo_short", "grpo"),
     ("beside", "grpo-replay", "grpo"),
     ("last-step", "grpo-replay", "grpo"),
     ("no-gradient-clip", "grpo-replay", "grpo"),
     ("wrong-replay", "grpo-wrong-replay", "grpo"),
 )
-"""(cell, arm, minus arm), decided together. GRPO of the last one is that of volatility_dial at SIGMA."""
+"""(condition, arm, minus arm), decided together. GRPO of the last one is that of volatility_dial at SIGMA."""
 
 study = Study(
     name="volatility_controls",
@@ -48,11 +48,11 @@ study = Study(
     "and do replay and GSPO cure what they are said to cure?",
     hypothesis="GSPO cures a noisy ratio, not a gradient taken at another network; replay helps only where routers "
     "move, and needs π_old's own routes: constant routes that are wrong are no cure.",
-    arms=(grpo, replay, gspo, wrong),
+    arms=(grpo, replay, gspo_short, wrong),
     base=router_noise.base,
     seeds=router_noise.seeds,
     own_cold_starts=True,
-    cells={
+    conditions={
         "applied_to=ratio": moved(RATIO_LEVELS, **{"router_noise.applied_to": "ratio"}),
         "applied_to=gradient": moved(RATIO_LEVELS, **{"router_noise.applied_to": "gradient"}),
         "twin-still": {"arms": RATIO_LEVELS, **TWIN},
@@ -64,7 +64,7 @@ study = Study(
     },
     figures=(),
     further_endpoints=router_noise.further_endpoints,
-    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo_short", "grpo")),
     decision_rule="Endpoints, and what counts as an effect, are those of volatility_dial: both must be decided with "
     "the same sign, two-sided sign flips over 16 seeds, Holm at 5 % over the seven contrasts, each endpoint by itself: "
     "GSPO − GRPO where the dose acts on the ratio alone, on the gradient alone, and in the twin; replay − GRPO where "

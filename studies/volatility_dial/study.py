@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base import BASE, EARLIER, SECONDARY, grpo, gspo, noise, replay  # noqa: E402
+from base import BASE, EARLIER, SECONDARY, grpo, gspo_short, noise, replay  # noqa: E402
 from contrasts import Both, Condition  # noqa: E402
 
 from moe_rl.study import Study  # noqa: E402
@@ -17,23 +17,23 @@ study = Study(
     question="Does routing volatility by itself harm GRPO, and do Routing Replay or GSPO take the harm away?",
     hypothesis="It does, and both do: replay keeps the routes, and GSPO's sequence ratios average over their noise "
     "(GSPO, arXiv 2507.18071, sections 3 and 5.3).",
-    arms=(grpo, replay, gspo),
+    arms=(grpo, replay, gspo_short),
     base=BASE,
     seeds=tuple(range(200, 216)),
     own_cold_starts=True,
-    cells={
+    conditions={
         noise("weights", 0): {},
         **{noise("weights", s): {"router_noise.scale": s} for s in SIGMAS},
         # Under replay the form `choice` moves nothing: its runs are those of σ = 0, so one dose shows it.
         **{
             noise("choice", s): {"router_noise.scale": s, "router_noise.target": "choice"}
-            | ({} if s == max(SIGMAS) else {"arms": ("grpo", "gspo")})
+            | ({} if s == max(SIGMAS) else {"arms": ("grpo", "gspo_short")})
             for s in SIGMAS
         },
     },
     figures=(),
     further_endpoints=(SECONDARY,),
-    comparisons=(("grpo-replay", "grpo"), ("gspo", "grpo")),
+    comparisons=(("grpo-replay", "grpo"), ("gspo_short", "grpo")),
     decision_rule="Endpoints: mean reward over steps 26–50, and greedy exact match on 256 held-out prompts, mean of "
     "the evaluations after steps 30, 35, 40, 45, 50. An effect counts only if both are decided with the same sign: "
     "two-sided sign flips over 16 seeds, Holm at 5 % over the two contrasts at σ = 2 of each form, each endpoint by "

@@ -10,15 +10,15 @@ import torch
 from moe_rl.analysis.checkpoints import chance
 from moe_rl.metrics.volatility import response_change, route_change
 
-SITES = ((8, 2), (8, 2), (5, 1))
-"""Experts and top-k; the last site leaves its second slot unused."""
-EXPERTS, K = zip(*SITES, strict=True)
+MOE_LAYERS = ((8, 2), (8, 2), (5, 1))
+"""Experts and top-k; the last MoE layer leaves its second slot unused."""
+EXPERTS, K = zip(*MOE_LAYERS, strict=True)
 
 
 def drawn(batch: int, time: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    found = torch.full((batch, time, len(SITES), max(K)), -1)
-    for s, (experts, k) in enumerate(SITES):
+    found = torch.full((batch, time, len(MOE_LAYERS), max(K)), -1)
+    for s, (experts, k) in enumerate(MOE_LAYERS):
         found[:, :, s, :k] = torch.rand(batch, time, experts, generator=generator).argsort(-1)[..., :k]
     return found
 

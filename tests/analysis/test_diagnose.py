@@ -123,7 +123,7 @@ def test_combine_weights_are_forced_with_the_ids(engine):
     twin = qwen.twin(lambda m: [r.weight.mul_(0.9) for r in qwen.routers(m)])
     found = answer(qwen, qwen.score(qwen.honest(), twin, gates=True))
     kl = {fit.name: fit.mean for fit in found.fits}
-    assert kl["ids and combine weights forced"] < 1e-9 < kl["ids forced"] < kl["natural"]
+    assert kl["ids and combine weights forced"] < 1e-9 < kl["ids forced"] < kl["unconstrained"]
     assert found.causes == ("combine_weights",)
 
 
@@ -203,7 +203,7 @@ def test_a_scope_does_what_it_is_named_after(engine):
     qwen = engine("qwen3_moe")
     model, tokens = qwen.model, torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        natural = model(tokens).logits
+        unconstrained = model(tokens).logits
         with change_weights(select_routers, torch.zeros_like)(model), record_routing(model, scores=True) as recording:
             model(tokens)
             assert torch.allclose(recording.scores(1).gates, torch.tensor(0.5)), "equal logits, equal weights"
@@ -214,8 +214,8 @@ def test_a_scope_does_what_it_is_named_after(engine):
         with take_weights(qwen.older(), lambda n: n.startswith("lm_head."))(model):
             assert model.lm_head.weight is not model.model.embed_tokens.weight
         with switch_experts("eager")(model):
-            assert torch.allclose(model(tokens).logits, natural, atol=1e-5)
-        assert torch.equal(model(tokens).logits, natural)
+            assert torch.allclose(model(tokens).logits, unconstrained, atol=1e-5)
+        assert torch.equal(model(tokens).logits, unconstrained)
 
 
 def test_experts_too_narrow_for_grouped_products_run_one_by_one():
@@ -236,11 +236,11 @@ def test_a_forward_that_fails_or_overflows_is_a_note(engine):
     assert scorer.score_under(nan) is None and scorer.score_under(wide) is None
     assert ["head of NaN" in scorer.skipped[0], "top 99" in scorer.skipped[1]] == [True, True]
     again = scorer.score_under(Hypothesis("dtype", "as it is")).logprobs[STATED]
-    assert again.tolist() == scorer.natural.logprobs[STATED].tolist()
+    assert again.tolist() == scorer.unconstrained.logprobs[STATED].tolist()
 
 
 def test_a_lone_token_has_no_neighbour_to_be_off_by_one_from(engine):
-    """All but the last token are an environment's: there the shifted reading is the natural one, bit for bit."""
+    """All but the last token are an environment's: there the shifted reading is the unconstrained one, bit for bit."""
     entries = [e | {"logprobs": [None] * (len(e["logprobs"]) - 1) + [-1.0]} for e in engine("qwen3_moe").honest()]
     scorer = scorer_of(engine("qwen3_moe"), without(entries))
     shifts = [fit for fit in scorer.compare_readings() if fit.causes == ("logprob_shift",)]
@@ -270,23 +270,23 @@ def test_the_gap_is_located_by_turn_and_expert(engine):
     """Log-probs are wrong in the second turn; and where layer 1 uses expert 2."""
     qwen = engine("qwen3_moe", 2)
     scorer = scorer_of(qwen, qwen.honest())
-    natural = scorer.natural.logprobs[STATED]
+    unconstrained = scorer.unconstrained.logprobs[STATED]
     turn = np.concatenate([count_turns(r.logprobs) for r in scorer.responses])
-    rows = [ids[r.prompt - 1 :] for r, ids in zip(scorer.responses, scorer.natural.routes, strict=True)]
+    rows = [ids[r.prompt - 1 :] for r, ids in zip(scorer.responses, scorer.unconstrained.routes, strict=True)]
     used = (np.concatenate(rows)[:, 1] == 2).any(-1)
     wrong = pytest.approx(np.expm1(0.1) - 0.1, rel=1e-3)
-    scorer.engine = np.where(scorer.own, natural - 0.1 * (turn == 2), np.nan)
-    scorer.base = scorer.compare("natural", natural)
+    scorer.engine = np.where(scorer.own, unconstrained - 0.1 * (turn == 2), np.nan)
+    scorer.base = scorer.compare("unconstrained", unconstrained)
     places = {p.name: p.value for p in locate_gap(scorer) if p.kind == "turn"}
     assert places["1"] < 1e-9 and places["2"] == wrong
-    scorer.engine = np.where(scorer.own, natural - 0.1 * used, np.nan)
-    scorer.base = scorer.compare("natural", natural)
+    scorer.engine = np.where(scorer.own, unconstrained - 0.1 * used, np.nan)
+    scorer.base = scorer.compare("unconstrained", unconstrained)
     first = next(p for p in locate_gap(scorer) if p.kind == "expert")
     assert first.name == "layer 1, expert 2" and first.value == wrong
 
 
 def test_the_response_furthest_apart_is_shown_token_by_token(engine, tmp_path):
-    """The engine's ids and log-probs, the natural ones and those under replay, as traces and as a page."""
+    """The engine's ids and log-probs, the unconstrained ones and those under replay, as traces and as a page."""
     deepseek = engine("deepseek_v3")
     entries = [e | {"weight_version": "\x1b[31m9"} for e in broken("lost_bias", deepseek)]
     found = answer(deepseek, entries)
@@ -294,7 +294,9 @@ def test_the_response_furthest_apart_is_shown_token_by_token(engine, tmp_path):
     page = (tmp_path / "x.html").read_text()
     assert 'href="x-response.html"' in page and "<script" not in page
     response = found.example.response
-    traces = [RoutingTrace.load(tmp_path / "x-traces" / f"{x}.safetensors") for x in ("engine", "natural", "replayed")]
+    traces = [
+        RoutingTrace.load(tmp_path / "x-traces" / f"{x}.safetensors") for x in ("engine", "unconstrained", "replayed")
+    ]
     assert traces[0].tokens[0].tolist() == list(response.tokens) and response.version == "\\x1b[31m9"
     assert traces[2].agreement(traces[0]) == 1 > traces[1].agreement(traces[0])
     beside = RoutingTrace.load_beside(tmp_path / "x-traces" / "engine.safetensors")

@@ -61,7 +61,7 @@ def test_the_exit_code_is_that_of_a_fault(there, tmp_path, capsys, monkeypatch, 
     assert out.exists() is (code < 2) and bool(printed.err) is (code == 2)
     if code < 2:
         page = out.read_text()
-        assert "<script" not in page and "natural" in page and "ids forced" in printed.out
+        assert "<script" not in page and "unconstrained" in page and "ids forced" in printed.out
 
 
 GOOD = {"tokens": [5, 6, 7, 8], "prompt_length": 2, "logprobs": [-1.0, -2.0]}

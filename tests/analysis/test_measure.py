@@ -111,9 +111,9 @@ def test_the_tables_say_what_a_loop_over_single_lines_says(there, frames):
 
 def test_tables_agree_with_each_other(frames):
     summary = frames["summary"].set_index("metric")["response"]
-    tokens, sites, use = summary["tokens"], len(frames["layers"]), frames["experts"]
+    tokens, moe_layers, use = summary["tokens"], len(frames["layers"]), frames["experts"]
     assert (use["before"] - use["left"] + use["entered"] == use["after"]).all()
-    assert use["before"].sum() == tokens * sites * 2
+    assert use["before"].sum() == tokens * moe_layers * 2
     assert use["left"].sum() / use["before"].sum() == pytest.approx(summary["expert_change_rate"])
     assert frames["responses"]["tokens"].sum() == tokens
 
@@ -448,8 +448,8 @@ def scored(there, tmp_path_factory):
 
 
 def log_ratios(there, order):
-    """log r of every response token, lines in `order`: naturally, and with the routes of before; each by itself, all
-    logits at once."""
+    """log r of every response token, lines in `order`: without replay, and with the routes of before; each by itself,
+    all logits at once."""
     before, after = (load(ModelConfig(name=str(there / name)), 0) for name in ("before", "after"))
     texts = Texts(there / "data.jsonl", before.tokenizer, max_tokens=2048, batch_tokens=1)
     found = {}
@@ -466,14 +466,14 @@ def log_ratios(there, order):
 
         with record_routing(before.model) as recording:
             old = np.array(said(before.model))
-        natural = np.array(said(after.model))
+        unconstrained = np.array(said(after.model))
         with replay_routing(after.model, recording.trace(batch.tokens)):
             replayed = np.array(said(after.model))
-        found[batch.lines[0]] = natural - old, replayed - old
+        found[batch.lines[0]] = unconstrained - old, replayed - old
     return (np.concatenate(x) for x in zip(*(found[line] for line in order), strict=True))
 
 
-def test_ess_and_kl_are_those_of_single_lines_naturally_and_replayed(there, scored):
+def test_ess_and_kl_are_those_of_single_lines_without_replay_and_replayed(there, scored):
     frames, _ = scored
     order = [int(line) for line in frames["responses"].sort_values(["batch", "row"])["line"]]
     summary = frames["summary"].set_index("metric")

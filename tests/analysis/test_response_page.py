@@ -14,7 +14,7 @@ from moe_rl import cli
 from moe_rl.analysis.response_page import write_response_page
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.models.tokens import byte_tokenizer, spell
-from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace
 
 EVIL = ["</script>", "<script>window.hacked=1</script>", "<!--", "<img src=x onerror=window.hacked=1>", "&lt;"]
 """Tokens of their own, as a tokenizer for code may well have them: ids from 258 on."""
@@ -31,14 +31,16 @@ def bytes_of(text):
     return list(text.encode()) if isinstance(text, str) else text
 
 
-def trace_file(path, ids, texts, experts=8, gates=True, sites=3, pad=0):
+def trace_file(path, ids, texts, experts=8, gates=True, moe_layers=3, pad=0):
     """Rows of bytes (or of ids), right-padded; gates are 0.75 and 0.25."""
     tokens = [bytes_of(text) for text in texts]
     time = max(map(len, tokens)) + pad
     mask = torch.arange(time)[None] < torch.tensor([len(row) for row in tokens])[:, None]
     padded = torch.tensor([row + [0] * (time - len(row)) for row in tokens])
-    layout = Layout(tuple(Site(f"model.layers.{2 * s}.gate", 2 * s, experts, 2) for s in range(sites)), "tiny-0")
-    wide = torch.full((len(tokens), time, sites, 2), -1)
+    layout = Layout(
+        tuple(MoeLayer(f"model.layers.{2 * s}.gate", 2 * s, experts, 2) for s in range(moe_layers)), "tiny-0"
+    )
+    wide = torch.full((len(tokens), time, moe_layers, 2), -1)
     wide[mask] = ids[: int(mask.sum())]
     weights = torch.tensor([0.75, 0.25]).expand(wide.shape).half()
     beside = {"response": mask & (torch.arange(time) >= 3)} | ({"gates": weights} if gates else {})
@@ -47,12 +49,12 @@ def trace_file(path, ids, texts, experts=8, gates=True, sites=3, pad=0):
 
 
 def pair(tmp_path, texts=("hello",), flips=((1, 0),), pad=0, **settings):
-    """Two files: everything on experts 0 and 1; after, expert 7 instead of 1 at the given (token, site)."""
+    """Two files: everything on experts 0 and 1; after, expert 7 instead of 1 at the given (token, MoE layer)."""
     n = sum(len(bytes_of(text)) for text in texts)
-    ids = torch.tensor([0, 1]).expand(n, settings.get("sites", 3), 2).clone()
+    ids = torch.tensor([0, 1]).expand(n, settings.get("moe_layers", 3), 2).clone()
     before = trace_file(tmp_path / "before.safetensors", ids, texts, **settings)
-    for token, site in flips:
-        ids[token, site] = torch.tensor([7, 0])
+    for token, moe_layer in flips:
+        ids[token, moe_layer] = torch.tensor([7, 0])
     return before, trace_file(tmp_path / "after.safetensors", ids, texts, pad=pad, **settings)
 
 
@@ -80,7 +82,7 @@ def test_the_page_holds_both_routes_gates_and_the_text(tmp_path, tokenizer):
     assert unpacked(data["gates"][1], "<f2").reshape(5, 3, 2)[0, 0].tolist() == [0.75, 0.25]
     assert data["tokens"] == list("hello") and data["ids"] == list(b"hello")
     assert data["response"] == [False, False, False, True, True]
-    assert [site["layer"] for site in data["sites"]] == [0, 2, 4]
+    assert [moe_layer["layer"] for moe_layer in data["moe_layers"]] == [0, 2, 4]
 
 
 def test_text_of_a_model_cannot_end_its_element(tmp_path, tokenizer):
@@ -141,7 +143,7 @@ def test_one_trace_is_nothing_to_compare(tmp_path):
 
 
 def test_traces_without_a_response_are_named(tmp_path):
-    layout = Layout((Site("a", 0, 8, 2),), "x")
+    layout = Layout((MoeLayer("a", 0, 8, 2),), "x")
     empty = RoutingTrace(
         torch.zeros(0, 3, 1, 2, dtype=torch.uint8),
         torch.zeros(0, 3, dtype=torch.bool),

@@ -636,8 +636,8 @@ def make_near_tie(seed: int, pair: str) -> File:
         trainer
     )
     entries, places = engine.honest(), []
-    site = draw.randrange(len(engine.moe))
-    router, inputs = engine.routers(engine.model)[site], []
+    moe_layer = draw.randrange(len(engine.moe))
+    router, inputs = engine.routers(engine.model)[moe_layer], []
     handle = router.register_forward_hook(lambda m, args, out: inputs.append(args[0].reshape(-1, args[0].shape[-1])))
     for n, e in enumerate(entries):
         with torch.no_grad():
@@ -652,7 +652,7 @@ def make_near_tie(seed: int, pair: str) -> File:
     up = hidden / (hidden @ hidden)
     with torch.no_grad():
         router.weight[second] += (margin - 5e-6) * up
-    twin = engine.twin(lambda m: engine.routers(m)[site].weight[second].add_(1e-5 * up))
+    twin = engine.twin(lambda m: engine.routers(m)[moe_layer].weight[second].add_(1e-5 * up))
     entries = engine.score(entries, twin)
     return File(entries, cast(engine.model, trainer), engine.tokenizer, {}, "")
 

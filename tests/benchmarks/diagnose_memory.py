@@ -56,7 +56,7 @@ def memory() -> None:
         for more in ((), ("--forwards",)):
             used = peak("wide", str(wide), *more)
             print(
-                f"read and held against as many natural ones, {' '.join(more)} peak MB: {used}, "
+                f"read and held against as many unconstrained ones, {' '.join(more)} peak MB: {used}, "
                 f"{time.time() - began:.0f} s",
                 flush=True,
             )
@@ -117,11 +117,13 @@ def main() -> None:
         model = deep_model()
         layout = layout_of(model)
         read = Rollouts(options.file, layout, vocabulary=16).responses
-        natural = [r.ids.copy() for r in read]
+        unconstrained = [r.ids.copy() for r in read]
         for dtype in (torch.float32, torch.bfloat16) if options.forwards else ():
             with cast_to(dtype)(model) as twin:
                 score(twin, read[:2])
-        find_faults(Reported(read, natural, [], layout, float(measure_agreement(natural, natural).mean())))
+        find_faults(
+            Reported(read, unconstrained, [], layout, float(measure_agreement(unconstrained, unconstrained).mean()))
+        )
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 
 

@@ -31,7 +31,7 @@ import torch
 
 from moe_rl.errors import RoutingError
 from moe_rl.integrations.vllm.payloads import decode_routes
-from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace
 
 LAYERS, TOKENS = (1, 2, 4), list(range(5))
 CODES = {"uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "int32": "i", "int64": "q"}
@@ -65,7 +65,7 @@ HOSTILE = (
 
 
 def layout(experts: int, k: int) -> Layout:
-    return Layout(tuple(Site(f"layers.{i}.gate", i, experts, k) for i in LAYERS), "fuzzed")
+    return Layout(tuple(MoeLayer(f"layers.{i}.gate", i, experts, k) for i in LAYERS), "fuzzed")
 
 
 # ---------------------------------------------------------------------- payloads

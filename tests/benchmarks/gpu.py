@@ -221,7 +221,7 @@ def deep(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, str]]:
     )
     other = HFPolicy(model, Optimizer(lr=1e-6), micro_batch_tokens=sizes.micro_batch_tokens // 2)
     yield f"{sizes.deep['num_hidden_layers']} layers, random", f"{count / 1e6:,.4g} M parameters, bfloat16, lr 1e-6"
-    rows, natural = response_rows(batch), policy.score(batch)
+    rows, unconstrained = response_rows(batch), policy.score(batch)
 
     def change(before: Scored, after: Scored) -> dict[str, float]:
         return route_change(before.routes.ids(), after.routes.ids(), rows).row()
@@ -240,16 +240,16 @@ def deep(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, str]]:
         ("rows permuted", permuted),
         ("half the tokens in a forward", other.score(batch)),
     ):
-        yield f"noise floor: {title}", told([change(natural, again)])
+        yield f"noise floor: {title}", told([change(unconstrained, again)])
     found, moved = [], []
     for _ in range(sizes.updates):
         before = [p.detach().clone() for p in model.parameters()]
-        policy.update(weighed(batch, natural, False), GRPO)
+        policy.update(weighed(batch, unconstrained, False), GRPO)
         changed = sum(int((p != b).sum()) for p, b in zip(model.parameters(), before, strict=True))
         moved.append(changed / count)
         after = policy.score(batch)
-        found.append(change(natural, after))
-        natural = after
+        found.append(change(unconstrained, after))
+        unconstrained = after
     yield f"volatility per update, median of {sizes.updates}", told(found)
     yield "weights that an update moves", f"{statistics.median(moved):.2%}: smaller steps are rounded away in bfloat16"
 

@@ -17,6 +17,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,16 @@ def one(rank: int, name: str, family: str) -> None:
     _, update = during(lambda: policy.update(part, objective))
     _, pushed = during(lambda: [None for _ in policy.weights()])
 
-    p, tokens, sites = parallel, ROWS * (TOKENS - 1), len(policy.layout.sites)
+    p, tokens, moe_layers = parallel, ROWS * (TOKENS - 1), len(policy.layout.moe_layers)
     k, etp = config.num_experts_per_tok, p.etp or (p.tp if p.ep == 1 else 1)
     rest = sum(numbers.values()) - experts
     held = held_parameters(experts, rest, p, etp)
-    here = tokens / (p.dp * p.tp) * sites / p.pp  # routed on this rank
+    here = tokens / (p.dp * p.tp) * moe_layers / p.pp  # routed on this rank
     half = 4 * k * config.hidden_size * here * (p.ep - 1) / p.ep  # of which others hold the experts, there or back
     columns = [
         (state_bytes(policy), 16 * held),
         (resident("VmHWM") - before, None),
-        (score["routes"], tokens * sites * k * (1 - 1 / ranks.world())),
+        (score["routes"], tokens * moe_layers * k * (1 - 1 / ranks.world())),
         (score["dispatch"], 2 * half),
         (
             update["gradients"],

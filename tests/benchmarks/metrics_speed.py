@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_rl.integrations.vllm.payloads import decode_routes
 from moe_rl.metrics.volatility import load_statistics, response_change, route_change
-from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace
 from moe_rl.routing.ids import blocks
 
 CHANGED = 0.1
@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_case(rows: int, time: int, layers: int, experts: int, k: int) -> Case:
-    layout = Layout(tuple(Site(f"layers.{i}", i, experts, k) for i in range(layers)), "benchmark")
+    layout = Layout(tuple(MoeLayer(f"layers.{i}", i, experts, k) for i in range(layers)), "benchmark")
     generator = torch.Generator().manual_seed(0)
     some = torch.rand(4096, layers, experts, generator=generator).argsort(-1)[..., :k].to(layout.dtype)
     before = some.repeat(-(-rows * time // len(some)), 1, 1)[: rows * time]
@@ -94,7 +94,7 @@ def make_case(rows: int, time: int, layers: int, experts: int, k: int) -> Case:
 def calls(case: Case) -> dict[str, Callable[[], Any]]:
     layout, tokens = case.layout, list(range(case.tokens + 1))
     before, after = (RoutingTrace.from_ids(ids, layout, check=False) for ids in (case.before, case.after))
-    experts = max(site.num_experts for site in layout.sites)
+    experts = max(moe_layer.num_experts for moe_layer in layout.moe_layers)
     reported = case.before.flatten(0, 1).numpy()
     flat = base64.b64encode(reported.tobytes()).decode()
     file = io.BytesIO()

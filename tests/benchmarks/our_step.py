@@ -105,7 +105,7 @@ def no_recording(parts: Parts) -> Iterator[None]:
 
     class Nothing:
         def trace(self, tokens: object, mask: object) -> RoutingTrace:
-            shape = (*tokens.shape, len(layout.sites), layout.top_k)
+            shape = (*tokens.shape, len(layout.moe_layers), layout.top_k)
             ids = tokens.new_full((1,), layout.unknown, dtype=layout.dtype).expand(shape)
             return RoutingTrace.from_ids(ids, layout, tokens=tokens, attention_mask=mask, check=False)
 

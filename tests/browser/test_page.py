@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_rl.analysis.response_page import write_response_page
-from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace
 from tests.analysis.test_response_page import EVIL, pair, save_tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="tests in a real browser are run by `make test-browser`")
@@ -156,7 +156,7 @@ def test_the_map_shows_layer_by_position_and_selects(page):
 
     def pixel(t, s):
         place = [(t + 0.4) * width, page.evaluate("top_") + (s + 0.5) * page.evaluate("ch")]
-        read = "([x, y]) => [...cells.getContext('2d').getImageData(x * ratio, y * ratio, 1, 1).data]"
+        read = "([x, y]) => [...conditions.getContext('2d').getImageData(x * ratio, y * ratio, 1, 1).data]"
         return page.evaluate(read, place)
 
     for s in range(3):
@@ -172,7 +172,7 @@ def test_the_map_shows_layer_by_position_and_selects(page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
     every_heat = [(t, s) for t in range(13) for s in range(t)]
-    write_response_page(pair(tmp_path, ["abc\ndefghijklm"], every_heat, sites=12), tmp_path / "page.html")
+    write_response_page(pair(tmp_path, ["abc\ndefghijklm"], every_heat, moe_layers=12), tmp_path / "page.html")
     page = browser.new_page(color_scheme=scheme)
     page.goto((tmp_path / "page.html").as_uri())
     assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (scheme == "dark")
@@ -183,7 +183,7 @@ def test_everything_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
 
 @pytest.mark.parametrize("width", [380, 800, 1400])
 def test_nothing_runs_out_of_the_window(browser, tmp_path, width):
-    write_response_page(pair(tmp_path, ["word " * 120], [(9, 40)], sites=48), tmp_path / "page.html")
+    write_response_page(pair(tmp_path, ["word " * 120], [(9, 40)], moe_layers=48), tmp_path / "page.html")
     page = browser.new_page(viewport={"width": width, "height": 800})
     page.goto((tmp_path / "page.html").as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -193,11 +193,11 @@ def test_nothing_runs_out_of_the_window(browser, tmp_path, width):
 
 # ---------------------------------------------------------------------- several traces, log-probs, size
 def saved(folder, name, flips, version, logprobs=None):
-    """Ten tokens, three layers; expert 7 in place of 1 at some (token, site)."""
+    """Ten tokens, three layers; expert 7 in place of 1 at some (token, MoE layer)."""
     ids = torch.tensor([0, 1]).expand(1, 10, 3, 2).clone()
     for t, s in flips:
         ids[0, t, s] = torch.tensor([7, 0])
-    layout = Layout(tuple(Site(f"l{s}", s, 8, 2) for s in range(3)), "tiny")
+    layout = Layout(tuple(MoeLayer(f"l{s}", s, 8, 2) for s in range(3)), "tiny")
     trace = RoutingTrace.from_ids(ids, layout, tokens=torch.arange(97, 107)[None], weight_version=version)
     trace.save(folder / name, None if logprobs is None else {"logprobs": torch.tensor([logprobs])})
     return folder / name
@@ -207,7 +207,7 @@ def saved(folder, name, flips, version, logprobs=None):
 def three(browser, tmp_path):
     files = [
         saved(tmp_path, "engine", [], "step 7", [float("nan"), *[-1.0] * 9]),
-        saved(tmp_path, "natural", [(3, 0), (8, 1)], "step 8", [float("nan"), -1.0, -1.5, *[-1.0] * 7]),
+        saved(tmp_path, "unconstrained", [(3, 0), (8, 1)], "step 8", [float("nan"), -1.0, -1.5, *[-1.0] * 7]),
         saved(tmp_path, "replayed", [(8, 2)], "step 8"),
     ]
     write_response_page(files, tmp_path / "page.html")

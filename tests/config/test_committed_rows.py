@@ -29,7 +29,8 @@ def test_every_committed_row_is_readable_and_what_it_names_is_there(table):
         run = RunConfig.from_dict(json.loads(row.config))
         assert (run.arm.name, run.seed) == (row.arm, row.seed)
         assert run.to_dict() == json.loads(row.config)
-        assert (run.hash == row.hash) == (table.parent.name in HASHED)
+        ran = run.replace(**{"arm.name": {"gspo_short": "gspo"}.get(row.arm, row.arm)})  # its name when it ran
+        assert row.hash in (run.hash, ran.hash) or table.parent.name not in HASHED
         if str(run.arm) not in arms:
             arms.add(str(run.arm))
             with warnings.catch_warnings():

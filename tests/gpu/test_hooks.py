@@ -66,8 +66,8 @@ class Case:
         with test_families.watched(self.model) as under, torch.no_grad(), record_routing(self.model) as recording:
             assert torch.equal(self.logits(), plain), f"{way}: recording changes the logits"
         trace = recording.trace(self.tokens)
-        for site, (before, here) in enumerate(zip(seen, under, strict=True)):
-            ids = trace.ids()[:, :, site].flatten(0, 1)
+        for moe_layer, (before, here) in enumerate(zip(seen, under, strict=True)):
+            ids = trace.ids()[:, :, moe_layer].flatten(0, 1)
             assert torch.equal(here.ids.view_as(ids), ids), f"{way}: recorded are other experts than computed"
             assert torch.equal(before.ids, here.ids), f"{way}: recording changes the router's choice"
         live, logits, gradients = self.gradients()

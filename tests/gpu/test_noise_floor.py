@@ -78,11 +78,11 @@ def test_replaying_its_own_routes_has_the_same_bits(sampled):
 def test_scored_in_another_way(way, sampled, report):
     """Under replay no expert may differ, whatever the rounding; without, on a card, some do: how many is reported."""
     found, dtype = sampled
-    natural = found.change(found.scored(way))
+    unconstrained = found.change(found.scored(way))
     replayed = found.change(found.scored(way, found.first.routes))
     assert replayed["sets"] == 0
-    report(f"{dtype}, {way}: expert sets that changed", f"{natural['sets']:.2%}")
-    report(f"{dtype}, {way}: largest change of a log-prob, nats", natural["logprob"])
+    report(f"{dtype}, {way}: expert sets that changed", f"{unconstrained['sets']:.2%}")
+    report(f"{dtype}, {way}: largest change of a log-prob, nats", unconstrained["logprob"])
     report(f"{dtype}, {way}: the same under replay", replayed["logprob"])
 
 

@@ -89,23 +89,23 @@ def test_an_interrupted_run_ends_bit_identical(tmp_path):
 @pytest.mark.parametrize("form", ["weights", "choice", "other_weights"])
 def test_a_dose_gives_the_weights_back_bit_for_bit(form, dtype):
     policy, batch = policy_of(dtype=dtype), make_batch(**BATCH)
-    natural = policy.score(batch)
-    policy.update(part_of(batch, natural), GRPO)
-    before, natural = copied(policy), policy.score(batch)
+    unconstrained = policy.score(batch)
+    policy.update(part_of(batch, unconstrained), GRPO)
+    before, unconstrained = copied(policy), policy.score(batch)
     for direction in ("random", "last_step"):
         noise = Noise(form, 2.0, 5, direction)
         moved = policy.score(batch, noise=noise)
-        assert moved.routes != natural.routes, "a dose that changes nothing would show nothing"
+        assert moved.routes != unconstrained.routes, "a dose that changes nothing would show nothing"
         assert_same(before, copied(policy))
         again = policy.score(batch)
-        assert torch.equal(again.logprobs, natural.logprobs) and again.routes == natural.routes
-        replayed, dosed = (policy.score(batch, natural.routes, noise=d) for d in (None, noise))
-        assert dosed.routes == natural.routes
+        assert torch.equal(again.logprobs, unconstrained.logprobs) and again.routes == unconstrained.routes
+        replayed, dosed = (policy.score(batch, unconstrained.routes, noise=d) for d in (None, noise))
+        assert dosed.routes == unconstrained.routes
         assert form != "choice" or torch.equal(dosed.logprobs, replayed.logprobs), "replay is immune to a choice"
     frozen = policy_of(dtype=dtype)
     frozen.settings = frozen.settings.replace(lr=0.0)
     before = copied(frozen)
-    frozen.update(part_of(batch, natural), GRPO, noise=Noise(form, 2.0, 5))
+    frozen.update(part_of(batch, unconstrained), GRPO, noise=Noise(form, 2.0, 5))
     assert_same(before, copied(frozen))
 
 

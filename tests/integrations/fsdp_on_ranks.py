@@ -37,7 +37,7 @@ from moe_rl.objectives import objective_of
 from moe_rl.policies import hf as hf_module
 from moe_rl.policies.hf import HFPolicy, checkpoint_activations
 from moe_rl.registry import Component
-from moe_rl.routing import Layout, RoutingTrace, Site, record_routing, replay_routing
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.router_noise import Noise
 from moe_rl.storage.folder import RunFolder, SharedFolder, read_json
 from tests.conftest import build, perturb
@@ -186,7 +186,7 @@ def case(name: str) -> dict:
     share = [p.to_local().numel() / p.numel() for p in ours.model.parameters()]
     facts["share"] = max(share)
     a, b = (p.score(batch, scores=True) for p in (hf, ours))
-    facts["natural"] = far(a.logprobs, b.logprobs) + far(a.entropy, b.entropy)
+    facts["unconstrained"] = far(a.logprobs, b.logprobs) + far(a.entropy, b.entropy)
     facts["recorded"] = a.routes == b.routes and b.preferred is None
     rows = batch.response_mask[:, 1:]
     pairs = [(a.scores.gates, b.scores.gates), *zip(a.scores.all_log_probs, b.scores.all_log_probs, strict=True)]
@@ -226,10 +226,14 @@ def noises() -> dict:
     for policy in (hf, ours):
         policy.update(part, GRPO)
     take_over(ours.model, weights_and_buffers(hf.model) if ranks.rank() == 0 else None)
-    facts, natural = {}, hf.score(batch)
+    facts, unconstrained = {}, hf.score(batch)
     for form, way in (("weights", "random"), ("choice", "random"), ("beside", "random"), ("weights", "last_step")):
         a, b = (p.score(batch, noise=Noise(form, 0.5, 3, way)) for p in (hf, ours))
-        facts[f"{form}, {way}"] = [far(a.logprobs, b.logprobs), far(a.logprobs, natural.logprobs), a.routes == b.routes]
+        facts[f"{form}, {way}"] = [
+            far(a.logprobs, b.logprobs),
+            far(a.logprobs, unconstrained.logprobs),
+            a.routes == b.routes,
+        ]
     return {"doses": facts, "put back": equal_weights(ours, hf)}
 
 
@@ -523,7 +527,7 @@ def start_of_a_checkpoint(folder: Path) -> dict:
 
 def equal_everywhere() -> bool:
     """Whether every rank has what rank 0 alone had, of routes with combine weights."""
-    batch, layout = make_batch(2, 2), Layout((Site("a", 0, 300, 2), Site("b", 1, 300, 2)), "sent")
+    batch, layout = make_batch(2, 2), Layout((MoeLayer("a", 0, 300, 2), MoeLayer("b", 1, 300, 2)), "sent")
     count, time = batch.tokens.shape
     ids = torch.rand(count, time, 2, 300, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :2]
     trace = RoutingTrace.from_ids(ids, layout, tokens=batch.tokens, attention_mask=batch.attention_mask)

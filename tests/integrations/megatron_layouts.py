@@ -20,7 +20,7 @@ from moe_rl.config import Optimizer
 from moe_rl.integrations.megatron.layout import SIGMOID, SOFTMAX, Parallel
 from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.routing.trace import Layout, RoutingTrace, Site
+from moe_rl.routing.trace import Layout, MoeLayer, RoutingTrace
 from tests.conftest import build, perturb
 from tests.integrations.megatron_study import parts
 from tests.policies.test_hf import make_batch, part_of
@@ -68,7 +68,7 @@ ON_RANKS = {
     "glm4_moe on tp2": "tp2",
     "qwen2_moe on tp2": "tp2",
 }
-"""Which of them run on two ranks, in which layout. On pp2 one site is on the first stage, and two on the other."""
+"""Which of them run on two ranks, in which layout. On pp2 one MoE layer is on the first stage, and two on the other."""
 LR = 1e-3
 SETTINGS = Optimizer(lr=LR, grad_clip=0.5)
 OBJECTIVE = objective_of(parts)
@@ -140,7 +140,7 @@ def wide():
         finished=mask[:, 0],
         **per_token,
     )
-    return batch, Layout(tuple(Site(f"l{i}", i, 128, 8) for i in range(48)), "wide")
+    return batch, Layout(tuple(MoeLayer(f"l{i}", i, 128, 8) for i in range(48)), "wide")
 
 
 def example():
@@ -181,7 +181,7 @@ def compared(make: Callable, parallel: Parallel, recompute: bool) -> dict:
     ours = megatron(make(seed=9 * ranks.rank()), parallel, optimizer, recompute=recompute)
     batch, facts = example(), {"exported": same_weights(ours, hf)}
     a, b = (p.score(batch) for p in (hf, ours))
-    facts["natural"] = far(a.logprobs, b.logprobs)
+    facts["unconstrained"] = far(a.logprobs, b.logprobs)
     facts["entropy"] = far(a.entropy, b.entropy)
     facts["recorded"] = a.routes == b.routes and b.preferred is None
 
@@ -230,7 +230,7 @@ def require(found: dict) -> None:
     update = found["update"]
     for fact in ("exported", "imported", "recorded", "replayed ids", "preferred", "biases"):
         assert found[fact], fact
-    for kind in ("natural", "entropy", "replayed", "gradients"):
+    for kind in ("unconstrained", "entropy", "replayed", "gradients"):
         assert found[kind] < 1e-5, (kind, found[kind])
     assert found["stepped"] < 1e-4, "AdamW moves a weight whose gradient is rounding by as much as any other"
     assert max(update[kind] for kind in ("logprobs", "entropy", "loss", "norm")) < 1e-5 and update["routes"]
@@ -299,6 +299,6 @@ def after_an_exception(ours, batch, old, routes) -> bool:
     before = ours.score(batch)
     with suppress(RuntimeError):
         ours.update(part_of(batch, old, routes), replace(OBJECTIVE, loss=failing))
-    clear = all(s.router_replay_action is None and not s.replay_backward_list for s in ours.routers.sites)
+    clear = all(s.router_replay_action is None and not s.replay_backward_list for s in ours.routers.moe_layers)
     after = ours.score(batch)
     return clear and after.routes == before.routes and torch.equal(after.logprobs, before.logprobs)

@@ -101,9 +101,9 @@ def test_weights_survive_the_way_there_and_back_bit_for_bit(layout, found):
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_natural_scores_and_recorded_routes_are_those_of_the_hugging_face_model(layout, found):
+def test_unconstrained_scores_and_recorded_routes_are_those_of_the_hugging_face_model(layout, found):
     assert found["recorded"], "expert ids differ"
-    assert found["natural"] < 1e-5 and found["entropy"] < 1e-5
+    assert found["unconstrained"] < 1e-5 and found["entropy"] < 1e-5
 
 
 @pytest.mark.parametrize("layout", CASES)

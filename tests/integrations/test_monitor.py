@@ -51,17 +51,17 @@ class Watching(Recorder):
 
     checked: list[dict] = []
 
-    def begin(self, step, batch, natural, split):
-        super().begin(step, batch, natural, split)
+    def begin(self, step, batch, unconstrained, split):
+        super().begin(step, batch, unconstrained, split)
         self.of_update = moe_rl.monitor(self.policy.model)
 
     def start_probe(self):
         whole = super().start_probe()
-        model, probe, batch, natural = self.policy.model, whole.batch, self.batch, self.natural
+        model, probe, batch, unconstrained = self.policy.model, whole.batch, self.batch, self.unconstrained
         inputs = {"input_ids": probe.tokens[:, :-1], "decides": probe.response_mask[:, 1:]}
         self.of_step = moe_rl.monitor(model, probe=inputs)
         with self.of_step:
-            self.of_step.engine(natural.logprobs, batch.rollout_logprobs, batch.response_mask)
+            self.of_step.engine(unconstrained.logprobs, batch.rollout_logprobs, batch.response_mask)
         return whole
 
     def before(self, update, part, probed):
@@ -120,11 +120,11 @@ def test_the_forwards_of_a_block_are_counted_together_and_by_hand(qwen, tokens):
     counted = torch.cat([MASK[:2], DECIDES[2:]])
     ids, scores = recording.trace(tokens).ids()[counted], recording.scores(4)
     violation, mass = [], []
-    for site in range(3):
-        count = [ids[:, site].flatten().tolist().count(expert) for expert in range(8)]
+    for moe_layer in range(3):
+        count = [ids[:, moe_layer].flatten().tolist().count(expert) for expert in range(8)]
         violation.append(max(count) / (sum(count) / 8) - 1)
-        softmax = scores.all_log_probs[site][counted].exp()
-        mass += [softmax[t, ids[t, site]].sum().item() for t in range(len(ids))]
+        softmax = scores.all_log_probs[moe_layer][counted].exp()
+        mass += [softmax[t, ids[t, moe_layer]].sum().item() for t in range(len(ids))]
     close(row["load_max_violation"], sum(violation) / 3)
     close(row["router_confidence"], sum(mass) / len(mass))
     assert row["margin_n"] == counted.sum() * 3 and len(monitor.layers) == 3

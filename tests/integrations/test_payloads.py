@@ -17,26 +17,26 @@ from hypothesis import strategies as st
 from moe_rl.errors import RoutingError
 from moe_rl.integrations.megatron.trace import read_megatron_trace
 from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes
-from moe_rl.routing import Layout, Site
+from moe_rl.routing import Layout, MoeLayer
 from tests.benchmarks.fuzz_traces import fuzz
 
 quick = settings(deadline=None, max_examples=50)
 
 
 def layout(layers=(1, 2, 4), experts=8, k=2):
-    return Layout(tuple(Site(f"layers.{i}.gate", i, experts, k) for i in layers), "tiny-0")
+    return Layout(tuple(MoeLayer(f"layers.{i}.gate", i, experts, k) for i in layers), "tiny-0")
 
 
 def routes(rows, shape, seed=0):
-    """Distinct ids in random order, [rows, sites, k]."""
-    site = shape.sites[0]
-    order = np.random.default_rng(seed).random((rows, len(shape.sites), site.num_experts)).argsort(-1)
-    return order[..., : site.top_k].astype(np.int32)
+    """Distinct ids in random order, [rows, MoE layers, k]."""
+    moe_layer = shape.moe_layers[0]
+    order = np.random.default_rng(seed).random((rows, len(shape.moe_layers), moe_layer.num_experts)).argsort(-1)
+    return order[..., : moe_layer.top_k].astype(np.int32)
 
 
 def with_dense(ids, shape, num_layers=None, fill=0):
     """The same, layers counted absolutely, dense ones filled."""
-    layers = [site.decoder_layer for site in shape.sites]
+    layers = [moe_layer.decoder_layer for moe_layer in shape.moe_layers]
     wide = np.full((len(ids), num_layers or max(layers) + 1, ids.shape[2]), fill, ids.dtype)
     wide[:, layers] = ids
     return wide
@@ -127,8 +127,8 @@ def test_expert_255_of_256_in_a_byte_is_an_expert():
     assert ids_of(trace)[:, 0, 0].tolist() == [255, 3]
 
 
-def test_a_site_that_uses_fewer_experts_ignores_the_slots_it_lacks():
-    shape = Layout((Site("a", 0, 8, 2), Site("b", 1, 8, 1)), "mixed-0")
+def test_a_moe_layer_that_uses_fewer_experts_ignores_the_slots_it_lacks():
+    shape = Layout((MoeLayer("a", 0, 8, 2), MoeLayer("b", 1, 8, 1)), "mixed-0")
     trace = decode_routes(np.array([[[3, 1], [4, 0]]]), layout=shape, tokens=[1, 2])
     assert ids_of(trace).tolist() == [[[3, 1], [4, -1]]]
 
@@ -210,7 +210,7 @@ def test_layers_counted_from_another_origin_are_noticed():
         decode_routes(shifted, layout=shape, tokens=range(5))
 
 
-def test_a_model_with_two_sites_in_a_layer_is_refused():
+def test_a_model_with_two_moe_layers_in_a_layer_is_refused():
     with pytest.raises(RoutingError, match="several MoE layers"):
         decode_routes(np.zeros((1, 2, 2), int), layout=layout([1, 1]), tokens=[1, 2])
 

@@ -121,16 +121,16 @@ def bad_routes(drawn):
     beyond[0, 0, 0] = 8
     unknown[3] = -1
     dummies[-3:] = [0, 1]
-    sites = good.shape[1]
+    moe_layers = good.shape[1]
     return {
-        "all zero": (zeros, sites),
+        "all zero": (zeros, moe_layers),
         "twice": (twice, 1),
         "out of range": (beyond, 1),
-        "missing rows": (unknown, sites),
-        "none": (None, good.shape[0] * sites),
-        "too few rows": (good[:-1], sites),
-        "dummies": (dummies, 3 * sites),
-        "another model's layers": (good[:, :2], good.shape[0] * sites),
+        "missing rows": (unknown, moe_layers),
+        "none": (None, good.shape[0] * moe_layers),
+        "too few rows": (good[:-1], moe_layers),
+        "dummies": (dummies, 3 * moe_layers),
+        "another model's layers": (good[:, :2], good.shape[0] * moe_layers),
     }
 
 
@@ -167,14 +167,14 @@ def test_or_they_are_unknown_and_counted_and_replay_routes_freely_there(loaded, 
     zeros = torch.zeros(sampled.tokens.shape)
     batch = Batch(**vars(sampled), old_logprobs=zeros, advantages=zeros)
     policy = policy_of(loaded)
-    natural = policy.score(batch)
-    row, _ = engine_row(batch, natural)
+    unconstrained = policy.score(batch)
+    row, _ = engine_row(batch, unconstrained)
     inputs = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * 3
     assert row["engine_unknown"] == pytest.approx(rows / inputs)
     assert row["engine_any_change_rate"] == 0, "unknown rows are no changes"
-    routes = replay_rollout(batch, natural)
+    routes = replay_rollout(batch, unconstrained)
     old = policy.score(batch, routes)
-    torch.testing.assert_close(old.logprobs, natural.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(old.logprobs, unconstrained.logprobs, atol=1e-5, rtol=0)
     updated = policy.update(part_of(batch, old, routes), objective_of(Arm(name="r3")))
     torch.testing.assert_close(updated.logprobs, old.logprobs, atol=1e-5, rtol=0)
 

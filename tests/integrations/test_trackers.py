@@ -64,7 +64,7 @@ def test_the_points_of_two_steps_by_hand():
             {"step": 1, "reward": 0.5, "exact": None, "seconds_step": 2.0},
         ],
         "updates": [{"step": 2, "update": 1, "loss": 1}],
-        "layers": [{"step": 2, "site": 3, "layer": 4, "expert_change_rate": 0.25}],
+        "layers": [{"step": 2, "moe_layer": 3, "layer": 4, "expert_change_rate": 0.25}],
         "evaluations": [{"step": 2, "benchmark": "held_out", "problem": 7, "sample": 1, "reward": 1.0}],
         "rollouts": [{"step": 2, "rollout": 17, "reward": 1.0, "prompt": "?"}],
     }
@@ -74,8 +74,8 @@ def test_the_points_of_two_steps_by_hand():
     assert two == {
         "steps/seconds_step": 3.0,
         "updates/loss/update_1": 1.0,
-        "layers/layer/site_3": 4.0,
-        "layers/expert_change_rate/site_3": 0.25,
+        "layers/layer/moe_layer_3": 4.0,
+        "layers/expert_change_rate/moe_layer_3": 0.25,
     }
 
 
@@ -198,4 +198,4 @@ def test_the_tracker_of_the_docs_works(tmp_path, monkeypatch):
     root = fake_runs(tmp_path, seeds=(0,))
     assert cli.main(["runs", "export", str(root), "--to", f"tracker_of_the_docs:Lines={tmp_path / 'lines'}"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "lines" / "fake+gspo+base+seed=0.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 13)) and lines[3]["layers/layer/site_2"] == 2
+    assert [line["step"] for line in lines] == list(range(1, 13)) and lines[3]["layers/layer/moe_layer_2"] == 2

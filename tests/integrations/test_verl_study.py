@@ -303,8 +303,8 @@ def test_a_log_becomes_rows(tmp_path):
         {"step": 1, "update": 2, "token_ess": 0.8, "expert_change_rate": 0.06},
     ]
     assert rows["layers"] == [
-        {"step": 1, "site": 0, "layer": 1, "expert_change_rate": 0.1},
-        {"step": 1, "site": 1, "layer": 3, "expert_change_rate": 0.2},
+        {"step": 1, "moe_layer": 0, "layer": 1, "expert_change_rate": 0.1},
+        {"step": 1, "moe_layer": 1, "layer": 3, "expert_change_rate": 0.2},
     ]
 
 

@@ -137,19 +137,21 @@ def test_replay_without_routes_is_an_error_and_of_some_reports_its_share():
     """miles#407, slime#1909, slime#1145: replay was on, the batch held no routes, and the run went on without."""
     batch = make_batch()
     policy = policy_of(build("qwen3_moe"))
-    natural = policy.score(batch)
+    unconstrained = policy.score(batch)
     with pytest.raises(RoutingError, match="the rollouts have no routing"):
-        rollout_routes(batch, natural)
+        rollout_routes(batch, unconstrained)
     for share, rows in ((0.5, slice(0, None, 2)), (0, slice(None))):
-        experts = natural.routes.experts.clone()
-        experts[rows] = natural.routes.layout.unknown
-        routes = rollout_routes(replace(batch, rollout_routes=replace(natural.routes, experts=experts)), natural)
-        part = part_of(batch, natural, routes)
+        experts = unconstrained.routes.experts.clone()
+        experts[rows] = unconstrained.routes.layout.unknown
+        routes = rollout_routes(
+            replace(batch, rollout_routes=replace(unconstrained.routes, experts=experts)), unconstrained
+        )
+        part = part_of(batch, unconstrained, routes)
         if not share:
             with pytest.raises(RoutingError, match="no known routing"):
                 policy.update(part, GRPO)
             continue
         updated = policy.update(part, GRPO)
-        row = update_row(part, updated.logprobs - part.old_logprobs, updated, natural)
+        row = update_row(part, updated.logprobs - part.old_logprobs, updated, unconstrained)
         kept = batch.attention_mask.sum(1) - 1
         assert row["coverage"] == pytest.approx((kept.sum() - kept[rows].sum()).item() / kept.sum().item())

@@ -22,8 +22,8 @@ from moe_rl.registry import Component
 from moe_rl.rollouts.batches import collate
 from moe_rl.routing import layout_of, record_routing, replay_routing
 from moe_rl.routing.intercept import recomputing
+from moe_rl.routing.moe_layers import find_moe_layers
 from moe_rl.routing.selection import TOPK
-from moe_rl.routing.sites import find_sites
 from moe_rl.routing.sources import random_sets
 from moe_rl.types import Batch, Prompt, Rollout
 from tests.conftest import build, perturb
@@ -89,7 +89,7 @@ def test_dense_layers_in_an_engines_rows_shift_no_route(tokens):
     """verl#5037: engines report dense layers too; counted among routing layers only, every layer replays another's."""
     model, tokens = build("deepseek_v3"), tokens[:1]
     trace, logits = record(model, tokens[:, :-1])
-    assert [site.decoder_layer for site in trace.layout.sites] == [1, 2], "layer 0 is dense"
+    assert [moe_layer.decoder_layer for moe_layer in trace.layout.moe_layers] == [1, 2], "layer 0 is dense"
     payload = np.concatenate([np.zeros((8, 1, 2), int), trace.ids()[0].numpy()], 1)
     decoded = decode_routes(payload, layout=layout_of(model), tokens=tokens[0].tolist())
     assert decoded == trace
@@ -176,8 +176,8 @@ def test_the_backward_recomputation_uses_the_forwards_routes(family, arm, mode):
         routes = policy.score(batch).routes if arm == "old_policy" else None
         perturb(model)
         old = policy.score(batch, routes)
-        for site in find_sites(model):
-            OffByMoreThanRounding().disturb(site.module)
+        for moe_layer in find_moe_layers(model):
+            OffByMoreThanRounding().disturb(moe_layer.module)
         policy.update(part_of(batch, old, routes), GRPO)
         weights.append(dict(policy.weights()))
     for name in weights[0]:
@@ -195,14 +195,14 @@ def test_forwards_without_backward_leave_nothing_for_the_next_update():
     for disturbed in (False, True):
         model = build("qwen3_moe")
         policy = policy_of(model, micro_batch=5, activation_checkpointing="non-reentrant")
-        natural = policy.score(batch)
+        unconstrained = policy.score(batch)
         perturb(model)
-        old = policy.score(batch, natural.routes)
+        old = policy.score(batch, unconstrained.routes)
         if disturbed:
-            other = random_sets(batch, natural)
+            other = random_sets(batch, unconstrained)
             policy.score(batch, other)
             with pytest.raises(ZeroDivisionError):
                 policy.update(part_of(batch, old, other), replace(GRPO, loss=second_fails))
-        policy.update(part_of(batch, old, natural.routes), GRPO)
+        policy.update(part_of(batch, old, unconstrained.routes), GRPO)
         weights.append(torch.cat([w.flatten() for _, w in policy.weights()]))
     assert torch.equal(*weights)

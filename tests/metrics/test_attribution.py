@@ -75,8 +75,8 @@ def test_undefined_is_nan_and_never_zero():
 
 
 def test_only_response_tokens_are_attributed():
-    natural = torch.tensor([[9.0, 3.0, 1.0], [9.0, -1.0, -3.0]])
+    unconstrained = torch.tensor([[9.0, 3.0, 1.0], [9.0, -1.0, -3.0]])
     replayed = torch.tensor([[math.nan, 1.0, -1.0], [5.0, 1.0, -1.0]])
-    sums = attribution(natural, replayed, torch.tensor([[False, True, True]] * 2))
+    sums = attribution(unconstrained, replayed, torch.tensor([[False, True, True]] * 2))
     assert (sums.n, sums.dd, sums.rr, sums.jj, sums.rj) == (4, 20.0, 4.0, 16.0, 0.0)
     assert sums.row()["attribution_sum_dd"] == 20.0 and sums.row()["attribution_n"] == 4

@@ -1,4 +1,5 @@
-"""Metrics and checks of compact ids against loops over Python's sets: dtypes, unknown rows, sites of fewer slots."""
+"""Metrics and checks of compact ids against loops over Python's sets: dtypes, unknown rows, MoE layers of fewer
+slots."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from moe_rl.errors import RoutingError
 from moe_rl.metrics import volatility
 from moe_rl.metrics.volatility import load_statistics, response_change, route_change, router_confidence
-from moe_rl.routing import Layout, RoutingTrace, Site, ids
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace, ids
 from moe_rl.routing.ids import signed, sorted_slots, used
 from tests.second_device import DEVICE, There, second_device
 
@@ -23,7 +24,7 @@ DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 @dataclass
 class Case:
-    """Two traces as int64 with -1, in a dtype, and what their sites are."""
+    """Two traces as int64 with -1, in a dtype, and what their MoE layers are."""
 
     layout: Layout
     before: torch.Tensor
@@ -36,27 +37,29 @@ class Case:
 
     @property
     def experts(self):
-        return max(site.num_experts for site in self.layout.sites)
+        return max(moe_layer.num_experts for moe_layer in self.layout.moe_layers)
 
 
 @st.composite
 def cases(draw):
-    batch, time, sites = draw(st.integers(0, 3)), draw(st.integers(0, 6)), draw(st.integers(1, 4))
-    top = draw(st.lists(st.integers(1, 4), min_size=sites, max_size=sites))
+    batch, time, moe_layers = draw(st.integers(0, 3)), draw(st.integers(0, 6)), draw(st.integers(1, 4))
+    top = draw(st.lists(st.integers(1, 4), min_size=moe_layers, max_size=moe_layers))
     experts = [draw(st.sampled_from([k, k + 1, 9, 255, 256, 300])) for k in top]
-    shape = Layout(tuple(Site(f"layers.{s}", s, e, k) for s, (e, k) in enumerate(zip(experts, top, strict=True))), "x")
+    shape = Layout(
+        tuple(MoeLayer(f"layers.{s}", s, e, k) for s, (e, k) in enumerate(zip(experts, top, strict=True))), "x"
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     unknown = draw(st.sampled_from([0.0, 0.2, 1.0]))
 
     def routes():
-        found = torch.full((batch, time, sites, max(top)), -1)
+        found = torch.full((batch, time, moe_layers, max(top)), -1)
         for s, (e, k) in enumerate(zip(experts, top, strict=True)):
             found[:, :, s, :k] = torch.rand(batch, time, e, generator=generator).argsort(-1)[..., :k]
-        found[torch.rand(batch, time, sites, generator=generator) < unknown] = -1
+        found[torch.rand(batch, time, moe_layers, generator=generator) < unknown] = -1
         return found
 
     before, after = routes(), routes()
-    kept = torch.rand(batch, time, sites, 1, generator=generator) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    kept = torch.rand(batch, time, moe_layers, 1, generator=generator) < draw(st.sampled_from([0.0, 0.5, 1.0]))
     mask = torch.rand(batch, time, generator=generator) < draw(st.sampled_from([-1.0, 0.6, 2.0]))
     dtype = draw(st.sampled_from([dtype for dtype in DTYPES if dtype != torch.uint8 or shape.dtype == torch.uint8]))
     return Case(shape, before, torch.where(kept, before, after), mask, dtype)
@@ -68,10 +71,10 @@ def sets(x):
 
 
 def changes(case):
-    """Per site the sums of `route_change`, by a loop over sets."""
-    sites = len(case.layout.sites)
+    """Per MoE layer the sums of `route_change`, by a loop over sets."""
+    moe_layers = len(case.layout.moe_layers)
     total = {
-        name: [0.0] * sites
+        name: [0.0] * moe_layers
         for name in (
             "volatility_tokens",
             "volatility_unknown",
@@ -84,7 +87,7 @@ def changes(case):
     old, new = sets(case.before), sets(case.after)
     for b, t in case.mask.nonzero().tolist():
         flips = []
-        for s in range(sites):
+        for s in range(moe_layers):
             a, z = old[b][t][s], new[b][t][s]
             if not a or not z:
                 total["volatility_unknown"][s] += 1
@@ -94,7 +97,7 @@ def changes(case):
             total["expert_change_rate"][s] += 1 - len(a & z) / max(len(a), len(z))
             total["any_change_rate"][s] += a != z
             total["jaccard_distance"][s] += 1 - len(a & z) / len(a | z)
-        if len(flips) == sites:
+        if len(flips) == moe_layers:
             tokens, any_layer, layers = tokens + 1, any_layer + any(flips), layers + sum(flips)
     return total | {"tokens": tokens, "any_layer_change": any_layer, "layers_changed": layers}
 
@@ -115,12 +118,12 @@ def test_route_change_equals_a_loop_over_sets(case, strided):
 @quick
 @given(cases())
 def test_load_and_responses_equal_counts_in_a_loop(case):
-    sites, experts = len(case.layout.sites), case.experts
+    moe_layers, experts = len(case.layout.moe_layers), case.experts
     old, new = sets(case.before), sets(case.after)
-    counts = torch.zeros(sites, experts)
-    responses, set_change, usage_change = ([0.0] * sites for _ in range(3))
+    counts = torch.zeros(moe_layers, experts)
+    responses, set_change, usage_change = ([0.0] * moe_layers for _ in range(3))
     for b, tokens in enumerate(case.mask.tolist()):
-        for s in range(sites):
+        for s in range(moe_layers):
             here = [t for t, inside in enumerate(tokens) if inside]
             for t in here:
                 for e in old[b][t][s]:
@@ -132,7 +135,7 @@ def test_load_and_responses_equal_counts_in_a_loop(case):
                 set_change[s] += 1 - len(set(a) & set(z)) / len(set(a))
                 usage_change[s] += sum(abs(a.count(e) / len(a) - z.count(e) / len(z)) for e in set(a) | set(z)) / 2
     given = case.given(case.before), case.given(case.after)
-    load = load_statistics(given[0], [site.num_experts for site in case.layout.sites], case.mask)
+    load = load_statistics(given[0], [moe_layer.num_experts for moe_layer in case.layout.moe_layers], case.mask)
     assert torch.equal(load["load"].nan_to_num().float(), counts)
     change = response_change(*given, case.mask, experts)
     assert change["responses"].tolist() == responses
@@ -170,16 +173,16 @@ def test_a_fault_is_found_wherever_it_is(case, data):
     if not case.before.numel():
         return
     ids_, at = case.before.clone(), tuple(data.draw(st.integers(0, n - 1)) for n in case.before.shape[:3])
-    site = case.layout.sites[at[2]]
-    row = data.draw(st.lists(st.integers(0, site.num_experts), min_size=site.top_k, max_size=site.top_k))
+    moe_layer = case.layout.moe_layers[at[2]]
+    row = data.draw(st.lists(st.integers(0, moe_layer.num_experts), min_size=moe_layer.top_k, max_size=moe_layer.top_k))
     if case.dtype == torch.uint8 and set(row) == {255}:
         return  # which is how uint8 says unknown
-    ids_[at][: site.top_k] = torch.tensor(row)
-    fine = len(set(row)) == len(row) and max(row) < site.num_experts
+    ids_[at][: moe_layer.top_k] = torch.tensor(row)
+    fine = len(set(row)) == len(row) and max(row) < moe_layer.num_experts
     try:
         RoutingTrace.from_ids(case.given(ids_), case.layout)
     except RoutingError as error:
-        assert not fine and f"{site.name}: row {at[0]}, token {at[1]} has experts {row}" in str(error)
+        assert not fine and f"{moe_layer.name}: row {at[0]}, token {at[1]} has experts {row}" in str(error)
     else:
         assert fine
 
@@ -187,7 +190,7 @@ def test_a_fault_is_found_wherever_it_is(case, data):
 @pytest.mark.parametrize("measure", ["route", "response", "load", "sets", "check"])
 def test_blocks_change_nothing(measure, monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    shape = Layout(tuple(Site(f"layers.{s}", s, 8, 4) for s in range(16)), "x")
+    shape = Layout(tuple(MoeLayer(f"layers.{s}", s, 8, 4) for s in range(16)), "x")
     before, after = (
         torch.rand(3, 40, 16, 8, generator=generator).argsort(-1)[..., :4].to(torch.uint8) for _ in range(2)
     )
@@ -216,7 +219,7 @@ def test_blocks_change_nothing(measure, monkeypatch):
 def test_counts_of_many_slots_do_not_overflow(slots, experts, dtype):
     generator = torch.Generator().manual_seed(0)
     before, after = (torch.rand(1, 2, 1, experts, generator=generator).argsort(-1)[..., :slots] for _ in range(2))
-    shape = Layout((Site("layers.0", 0, experts, slots),), "x")
+    shape = Layout((MoeLayer("layers.0", 0, experts, slots),), "x")
     one, other = (RoutingTrace.from_ids(x, shape) for x in (before, after))
     assert one.experts.dtype == dtype
     change = route_change(one.experts, other.experts, torch.ones(1, 2, dtype=torch.bool))
@@ -230,7 +233,7 @@ def test_counts_of_many_slots_do_not_overflow(slots, experts, dtype):
 def test_metrics_stay_on_the_device_of_the_ids():
     generator = torch.Generator().manual_seed(0)
     before, after = (torch.rand(2, 5, 3, 9, generator=generator).argsort(-1)[..., :2].to(torch.uint8) for _ in range(2))
-    shape = Layout(tuple(Site(f"layers.{s}", s, 9, 2) for s in range(3)), "x")
+    shape = Layout(tuple(MoeLayer(f"layers.{s}", s, 9, 2) for s in range(3)), "x")
     mask = torch.rand(2, 5, generator=generator) < 0.8
     measures = {
         "route": lambda a, b: route_change(a, b, mask, torch.ones(a.shape, device=a.device)),

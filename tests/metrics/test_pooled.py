@@ -18,7 +18,7 @@ def test_sums_are_added_before_they_are_divided():
     """1 of 2 and 0 of 6 are 1/8, not 1/4; a name of one side alone keeps its value."""
     pooled = sums(router_shift=[1.0], shift_n=[2.0]) + sums(router_shift=[0.0], shift_n=[6.0], load=[[3.0, 1.0]])
     assert pooled.row()["router_shift"] == 1 / 8 and pooled.row()["load_max_violation"] == 0.5
-    assert pooled.site_rows()[0]["router_shift"] == 1 / 8
+    assert pooled.moe_layer_rows()[0]["router_shift"] == 1 / 8
     assert (Pooled() + pooled).row() == pooled.row() and math.isnan(
         sums(coverage=0.0, coverage_n=0.0).row()["coverage"]
     )

@@ -59,11 +59,11 @@ def test_changes_by_hand():
     after = ids([[[[1, 0], [2, 4]], [[2, 3], [5, 4]]]])
     gates = torch.tensor([[[[0.9, 0.1], [0.7, 0.3]], [[0.6, 0.4], [0.5, 0.5]]]])
     change = route_change(before, after, ALL, gates)
-    sites = change.site_rows()
-    assert [s["expert_change_rate"] for s in sites] == [0.5, 0.25]
-    assert [s["any_change_rate"] for s in sites] == [0.5, 0.5]
-    assert [s["jaccard_distance"] for s in sites] == pytest.approx([0.5, 1 / 3])
-    assert [s["gate_mass_moved"] for s in sites] == pytest.approx([0.5, 0.15])
+    moe_layers = change.moe_layer_rows()
+    assert [s["expert_change_rate"] for s in moe_layers] == [0.5, 0.25]
+    assert [s["any_change_rate"] for s in moe_layers] == [0.5, 0.5]
+    assert [s["jaccard_distance"] for s in moe_layers] == pytest.approx([0.5, 1 / 3])
+    assert [s["gate_mass_moved"] for s in moe_layers] == pytest.approx([0.5, 0.15])
     assert change.row() == pytest.approx(
         {
             "expert_change_rate": 0.375,
@@ -100,14 +100,14 @@ def test_routes_do_not_differ_from_themselves_in_any_order():
     assert not any(change.row()[k] for k in change.row() if not k.startswith("volatility"))
 
 
-def test_a_site_with_fewer_slots_counts_its_own_experts_only():
-    """Site 1 uses one expert of two slots: a flip there is a slot change of 1, not 1/2, and -1 never matches."""
+def test_a_moe_layer_with_fewer_slots_counts_its_own_experts_only():
+    """MoE layer 1 uses one expert of two slots: a flip there is a slot change of 1, not 1/2, and -1 never matches."""
     before = ids([[[[0, 1], [3, -1]], [[0, 1], [3, -1]]]])
     after = ids([[[[0, 1], [4, -1]], [[0, 1], [3, -1]]]])
     change = route_change(before, after, ALL, torch.ones(1, 2, 2, 2))
-    assert [s["expert_change_rate"] for s in change.site_rows()] == [0.0, 0.5]
-    assert [s["jaccard_distance"] for s in change.site_rows()] == [0.0, 0.5]
-    assert [s["gate_mass_moved"] for s in change.site_rows()] == [0.0, 0.5]
+    assert [s["expert_change_rate"] for s in change.moe_layer_rows()] == [0.0, 0.5]
+    assert [s["jaccard_distance"] for s in change.moe_layer_rows()] == [0.0, 0.5]
+    assert [s["gate_mass_moved"] for s in change.moe_layer_rows()] == [0.0, 0.5]
 
 
 def test_a_set_that_grows_changes_but_moves_no_gate_mass():
@@ -128,7 +128,7 @@ def test_unknown_rows_are_left_out_and_counted():
     after = ids([[[[0, 2], [-1, -1]], [[2, 3], [4, 6]]]])
     change = route_change(before, after, ALL)
     assert change["volatility_tokens"].tolist() == [1, 1] and change["volatility_unknown"].tolist() == [1, 1]
-    assert [s["expert_change_rate"] for s in change.site_rows()] == [0.5, 0.5]
+    assert [s["expert_change_rate"] for s in change.moe_layer_rows()] == [0.5, 0.5]
     assert math.isnan(change.row()["any_layer_change"])
 
 
@@ -169,7 +169,7 @@ def test_adding_batches_equals_measuring_them_together(measure):
     of = functions[measure]
     pooled = of(slice(0, 1)) + of(slice(1, 4)) + of(slice(4, 5))
     assert pooled.row() == pytest.approx(of(slice(0, 5)).row(), abs=1e-12)
-    for one, other in zip(pooled.site_rows(), of(slice(0, 5)).site_rows(), strict=True):
+    for one, other in zip(pooled.moe_layer_rows(), of(slice(0, 5)).moe_layer_rows(), strict=True):
         assert one == pytest.approx(other, abs=1e-12)
 
 
@@ -185,11 +185,11 @@ def test_response_level_change_by_hand():
 
 
 def test_router_shift_by_hand():
-    """One token, two sites: |Δ| = (log 2, 0) and (log 4, unused) give means log 2 / 2 and log 4, γ = 3/4 · 1/4."""
+    """One token, two MoE layers: |Δ| = (log 2, 0) and (log 4, unused) give means log 2 / 2 and log 4, γ = 3/4 · 1/4."""
     old = torch.tensor([[[[-1.0, -2.0], [-3.0, math.nan]]]], dtype=torch.float64)
     delta = torch.tensor([[[[math.log(2), 0.0], [-math.log(4), math.nan]]]], dtype=torch.float64)
     shift = router_shift(old, old + delta, torch.ones(1, 1, dtype=torch.bool))
-    assert [s["router_shift"] for s in shift.site_rows()] == pytest.approx([math.log(2) / 2, math.log(4)])
+    assert [s["router_shift"] for s in shift.moe_layer_rows()] == pytest.approx([math.log(2) / 2, math.log(4)])
     expected = {"router_shift": 1.25 * math.log(2), "router_shift_ratio": 3 / 16, "router_shift_ratio_low": 1.0}
     assert shift.row() == pytest.approx(expected)
 
@@ -203,12 +203,13 @@ def test_router_shift_leaves_out_and_counts_unknown_rows():
 
 
 def test_load_by_hand():
-    """Site 0: 4 experts fill (2, 2, 0, 0) of 4 slots. Site 1, of 2 experts: (3, 1), its unknown row left out."""
+    """MoE layer 0: 4 experts fill (2, 2, 0, 0) of 4 slots. MoE layer 1, of 2 experts: (3, 1), its unknown row left
+    out."""
     none = [-1, -1]
     routes = ids([[[[0, 1], [0, -1]], [[1, 0], [0, -1]], [none, [0, -1]], [none, [1, -1]], [none, none]]])
     load = load_statistics(routes, (4, 2), torch.ones(1, 5, dtype=torch.bool))
-    assert [[x for x in site if x == x] for site in load["load"].tolist()] == [[2, 2, 0, 0], [3, 1]]
-    first, second = load.site_rows()
+    assert [[x for x in moe_layer if x == x] for moe_layer in load["load"].tolist()] == [[2, 2, 0, 0], [3, 1]]
+    first, second = load.moe_layer_rows()
     expected = {"load_entropy": 0.5, "load_max_violation": 1.0, "load_cv": 1.0, "load_dead_experts": 2}
     assert first == pytest.approx(expected)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(2)

@@ -14,7 +14,7 @@ from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import PRESETS, hf_config, load, save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, encode_prompts, plain_tokens
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.moe_layers import router_parameters
 from moe_rl.study.declaration import PRESET_NAMES
 from moe_rl.types import Prompt
 from tests.conftest import CPU_KERNELS
@@ -112,11 +112,11 @@ def test_a_preset_routes_by_token_and_uses_most_experts_everywhere(name):
         assert model(tokens).logits.isfinite().all()
     trace = recording.trace(tokens)
     experts = trace.experts.long()
-    for site in range(experts.shape[2]):
-        counts = experts[:, :, site].flatten().bincount(minlength=trace.layout.sites[site].num_experts)
+    for moe_layer in range(experts.shape[2]):
+        counts = experts[:, :, moe_layer].flatten().bincount(minlength=trace.layout.moe_layers[moe_layer].num_experts)
         assert (counts > 0).float().mean() >= 0.75
         assert counts.max() < 0.75 * tokens.numel()  # of at most one per token
-        assert len(experts[:, :, site].flatten(0, 1).sort(-1).values.unique(dim=0)) > 8  # different expert sets
+        assert len(experts[:, :, moe_layer].flatten(0, 1).sort(-1).values.unique(dim=0)) > 8  # different expert sets
 
 
 @pytest.mark.parametrize("name, millions", [("qwen3_moe-tiny", 0.7), ("qwen3_moe-bench", 6.7)])

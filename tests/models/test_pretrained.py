@@ -40,7 +40,7 @@ def test_the_checkpoint_of_the_package_loads_by_its_name_and_its_experts_are_eve
     lengths = torch.tensor([len(p.tokens) + len(a) for p, a in zip(prompts, answers, strict=True)])
     ids = recording.take().unflatten(0, (len(prompts), -1))
     real = torch.arange(int(lengths.max())) < lengths[:, None]
-    rows = load_statistics(ids, [layer.num_experts for layer in recording.layout.sites], real).site_rows()
+    rows = load_statistics(ids, [layer.num_experts for layer in recording.layout.moe_layers], real).moe_layer_rows()
     said = record["rows"][-1]
     assert min(row["load_entropy"] for row in rows) == pytest.approx(said["load_entropy"], abs=0.02)
     assert -logprobs.sum().item() / sum(map(len, answers)) == pytest.approx(said["loss"], rel=0.3)

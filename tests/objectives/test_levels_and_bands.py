@@ -220,7 +220,8 @@ def test_an_update_is_the_same_however_its_mini_batch_is_cut(part, where):
 
 
 def test_what_reads_the_policy_is_applied_at_the_update_and_once():
-    """Parts of a weighed mini-batch and the whole, in a loop of one's own: the same loss, with trust or without."""
+    """Parts of a weighed mini-batch and the whole, in a loop of one's own: the same loss, with importance_weights or
+    without."""
     log_rho, x = drawn()
     arm = Arm(name="a", loss=PPO, corrections=("truncated", Component("opsm", delta=-0.1)))
     objective = objective_of(arm)
@@ -229,7 +230,7 @@ def test_what_reads_the_policy_is_applied_at_the_update_and_once():
     assert (both == 0).any()
     plain = objective_of(Arm(name="b", loss=PPO)).of(replace(x, weights=x.weights * both))
     torch.testing.assert_close(expected, plain.loss, rtol=1e-12, atol=0)
-    parts = [objective.of(rows(replace(x, trust=truncated(x)), r)).loss for r in (slice(1), slice(1, 5))]
+    parts = [objective.of(rows(replace(x, importance_weights=truncated(x)), r)).loss for r in (slice(1), slice(1, 5))]
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)
 
 

@@ -55,7 +55,7 @@ def in_parts(loss, name, cut, **parts):
     batch = objective.attach_weights(batch)
     if "mini_batch" in objective.needs:
         batch = objective.attach_statistics(batch, logprobs, entropy)
-        assert batch.marks is not None and batch.marks.shape == batch.tokens.shape
+        assert batch.batch_statistics is not None and batch.batch_statistics.shape == batch.tokens.shape
     logprobs.requires_grad_()
     total, clipped_by = 0.0, torch.zeros(logprobs.shape)
     for rows in cut:
@@ -118,7 +118,7 @@ def test_clip_cov_takes_a_share_of_the_tokens_in_its_band_that_the_range_kept(ca
     kept = torch.autograd.grad(plain.loss, x.logprobs)[0]
     cov = covariances(peers.case(case))
     band = torch.as_tensor((cov > 0.2) & (cov < 1.5)) & (plain.clipped_by == 0)
-    gone = output.marks > 0
+    gone = output.batch_statistics > 0
     assert (gone <= band).all() and int(gone.sum()) == min(int(band.sum()), max(1, int(share * int(x.mask.sum()))))
     torch.testing.assert_close(gradient, kept.masked_fill(gone, 0), **TIGHT)
     value = -(x.weights * x.log_ratio.exp() * x.advantages).detach()[gone].sum()
@@ -129,7 +129,7 @@ def test_clip_cov_takes_a_share_of_the_tokens_in_its_band_that_the_range_kept(ca
 
 def test_the_draw_is_a_function_of_seed_and_inputs_alone():
     taken = [
-        run("clip_cov", case, share=0.2, low=0.0, seed=seed)[1].marks
+        run("clip_cov", case, share=0.2, low=0.0, seed=seed)[1].batch_statistics
         for case, seed in [("main-wide-0", 0), ("main-wide-0", 0), ("main-wide-0", 1)]
     ]
     torch.rand(3)
@@ -146,7 +146,7 @@ def test_kl_cov_pulls_the_tokens_of_highest_covariance_back(case, share):
     count = max(1, int(share * mask.sum()))
     chosen = np.zeros_like(mask)
     chosen[mask] = cov >= np.sort(cov)[-count]
-    assert np.array_equal(output.marks.numpy() > 0, chosen) and chosen.sum() == count
+    assert np.array_equal(output.batch_statistics.numpy() > 0, chosen) and chosen.sum() == count
     ratio = np.exp(np.where(mask, raw["logprobs"] - raw["old_logprobs"], 0))
     a, weights = raw["advantages"][:, None], x.weights.numpy()
     away = np.where(chosen, 0.3 * np.log(ratio), 0)
@@ -157,7 +157,7 @@ def test_kl_cov_pulls_the_tokens_of_highest_covariance_back(case, share):
 def test_of_equal_covariances_the_first_are_taken():
     ones = torch.zeros(2, 3, dtype=torch.float64)
     output = LOSSES["kl_cov"](inputs(ones, ones, torch.ones(2).double(), ones == 0), share=0.5)
-    assert output.marks.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert output.batch_statistics.tolist() == [[1, 1, 1], [0, 0, 0]]
 
 
 # ----------------------------------------------------------------------------------------------------------------- sat
@@ -169,7 +169,7 @@ def test_sat_contracts_the_bound_on_the_side_of_the_gap(case, base):
     raw, mask = peers.case(case), peers.case(case)["mask"]
     gap = np.where(mask, raw["logprobs"] - raw["rollout_logprobs"], 0)
     q = np.quantile(abs(gap[mask]), 0.7)
-    assert np.allclose(output.marks, q, rtol=1e-12)
+    assert np.allclose(output.batch_statistics, q, rtol=1e-12)
     loss, slopes, sides = 0.0, np.zeros(mask.shape), np.zeros(mask.shape, dtype=int)
     for i, t in zip(*mask.nonzero(), strict=True):
         hill = 1.0 if abs(gap[i, t]) <= q else 1 / (1 + (abs(gap[i, t]) / q) ** 2)
@@ -197,7 +197,7 @@ def test_sat_by_hand(sign):
     x = inputs(new, old, torch.tensor([float(sign)]).double(), torch.ones(1, 3, dtype=torch.bool))
     output = LOSSES["sat"](replace(x, rollout_logprobs=engine), clip_low=0.5, clip_high=0.5, quantile=0.5)
     output.loss.backward()
-    assert output.clipped_by.tolist() == [[0, 0, sign]] and output.marks.tolist() == [[2, 2, 2]]
+    assert output.clipped_by.tolist() == [[0, 0, sign]] and output.batch_statistics.tolist() == [[2, 2, 2]]
     assert output.loss.item() == pytest.approx(-sign * (2 + 1 + 0.1 * sign) / 3)
     np.testing.assert_allclose(new.grad, [[-sign / 3, -sign / 3, 0]], **TIGHT)
 
@@ -205,7 +205,7 @@ def test_sat_by_hand(sign):
 def test_an_engine_that_agrees_contracts_nothing():
     x = peers.loss_inputs("main-wide-0")
     output = LOSSES["sat"](replace(x, rollout_logprobs=x.logprobs))
-    assert not output.marks.any()
+    assert not output.batch_statistics.any()
     assert torch.equal(output.clipped_by, LOSSES["grpo"](x, clip_high=0.2).clipped_by)
 
 

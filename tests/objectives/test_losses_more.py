@@ -144,7 +144,8 @@ def test_parts_of_a_mini_batch_find_the_mask_of_the_whole():
         for r in rows
     ]
     parts = [
-        LOSSES["high_entropy"](replace(piece, marks=whole.marks[r])) for piece, r in zip(pieces, rows, strict=True)
+        LOSSES["high_entropy"](replace(piece, batch_statistics=whole.batch_statistics[r]))
+        for piece, r in zip(pieces, rows, strict=True)
     ]
     assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item(), rel=1e-12)
 

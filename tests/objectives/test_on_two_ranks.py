@@ -47,7 +47,7 @@ def talked(tmp_path_factory):
     return ranks_of("conversations_study", tmp_path_factory.mktemp("conversations"))
 
 
-@pytest.mark.parametrize("task", conversations.cells)
+@pytest.mark.parametrize("task", conversations.conditions)
 def test_two_ranks_have_the_conversations_of_one_process(task, talked, tmp_path):
     """R3, per-turn advantages: rewards of three steps are equal, and so is what was said; from one cold start."""
     (planned,) = (p for p in conversations.runs(tmp_path) if task in p.path.parts)

@@ -86,9 +86,9 @@ def test_a_truth_value_is_no_number(option):
 
 
 def test_factors_that_are_given_count_where_an_arm_has_no_corrections():
-    """`trust` takes the place of what corrections would give: half of every weight is half of the loss."""
+    """`importance_weights` takes the place of what corrections would give: half of every weight is half of the loss."""
     for text in ("grpo", "gspo", "cispo"):
-        assert loss(text, trust=torch.full((2, 3), 0.5)) == pytest.approx(loss(text) / 2)
+        assert loss(text, importance_weights=torch.full((2, 3), 0.5)) == pytest.approx(loss(text) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
@@ -261,7 +261,7 @@ def test_a_gradient_that_float16_does_not_have_is_named_where_the_loss_is_finite
 )
 def test_parts_of_a_mini_batch_need_its_statistics(text):
     """With weights, which say that they are a part, they are refused; without, a warning says what they are taken for.
-    With weights, marks and factors of the whole they add up to it."""
+    With weights, batch_statistics and factors of the whole they add up to it."""
     text = text.replace("tis", "grpo+truncated")  # TIS
     given = {
         "logprobs": NEW.double(),
@@ -278,17 +278,23 @@ def test_parts_of_a_mini_batch_need_its_statistics(text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert policy_loss(text, **given, weights=weights).loss == whole.loss
-        trust = correction_weights(
+        importance_weights = correction_weights(
             text, **{name: given[name] for name in ("old_logprobs", "rollout_logprobs", "mask", "advantages")}
         )
-        statistics = {"weights": weights, "trust": trust, "marks": whole.marks}
+        statistics = {
+            "weights": weights,
+            "importance_weights": importance_weights,
+            "batch_statistics": whole.batch_statistics,
+        }
         parts = [
             policy_loss(text, **{name: None if x is None else x[row] for name, x in (given | statistics).items()})
             for row in (slice(0, 1), slice(1, 2))
         ]
     assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item(), abs=1e-12)
     for row in (slice(0, 1), slice(1, 2)):
-        with pytest.raises(ConfigError, match="Give its marks and trust; these weights are those of a part"):
+        with pytest.raises(
+            ConfigError, match="Give its batch_statistics and importance_weights; these weights are those of a part"
+        ):
             policy_loss(text, **{name: x[row] for name, x in given.items()}, weights=weights[row])
 
 
@@ -303,7 +309,7 @@ def test_what_takes_no_statistics_is_no_part_and_weights_of_a_sum_do_not_say_it(
         policy_loss("kl_cov+aggregate=token_sum", **first, weights=MASK[:1].float())
 
 
-@pytest.mark.parametrize("name", ["weights", "trust", "log_shift", "entropy", "marks"])
+@pytest.mark.parametrize("name", ["weights", "importance_weights", "log_shift", "entropy", "batch_statistics"])
 def test_other_inputs_that_are_no_numbers_are_named(name):
     """Not a token whose log-ratio is as it should be; where the arm does not read an entropy, it may be anything."""
     spoilt = {name: torch.where(MASK & (NEW[1, 1] == NEW), math.nan, torch.ones(2, 3))}

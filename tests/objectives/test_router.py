@@ -36,9 +36,9 @@ BASES = {
 }
 
 
-def routers_of(new, old, real, *, sites=None, weights=None, preferred=None, **further) -> RouterInputs:
-    """Of arrays [batch, time, site, expert], routers of top-K over softmax; `new` may carry a gradient."""
-    new, old = (torch.as_tensor(x)[:, :, : sites or None] for x in (new, old))
+def routers_of(new, old, real, *, moe_layers=None, weights=None, preferred=None, **further) -> RouterInputs:
+    """Of arrays [batch, time, MoE layer, expert], routers of top-K over softmax; `new` may carry a gradient."""
+    new, old = (torch.as_tensor(x)[:, :, : moe_layers or None] for x in (new, old))
     ids = new.detach().topk(K).indices
     real = torch.as_tensor(real)
     return RouterInputs(
@@ -52,11 +52,11 @@ def routers_of(new, old, real, *, sites=None, weights=None, preferred=None, **fu
     )
 
 
-def example(seed=0, sites=3, experts=5):
+def example(seed=0, moe_layers=3, experts=5):
     """`examples.case` with logits of routers; every token after the first is real, in the last row but three."""
     new, old, advantages, mask = case(seed)
     rng = np.random.default_rng(seed + 100)
-    before = rng.normal(size=(*mask.shape, sites, experts))
+    before = rng.normal(size=(*mask.shape, moe_layers, experts))
     after = before + 0.2 * rng.normal(size=before.shape)
     real = np.ones(mask.shape, dtype=bool)
     real[:, 0] = real[2, 4:] = False
@@ -74,15 +74,15 @@ def top(z):
 
 def gamma_by_hand(after, before, floor):
     """Equations 5 to 9 and 11, token by token."""
-    batch, time, sites, _ = after.shape
+    batch, time, moe_layers, _ = after.shape
     gamma = np.ones((batch, time))
     for i in range(batch):
         for t in range(time):
             total = 0.0
-            for s in range(sites):
+            for s in range(moe_layers):
                 new, old = log_softmax(after[i, t, s]), log_softmax(before[i, t, s])
                 total += sum(abs(new[e] - old[e]) for e in top(before[i, t, s])) / K
-            gamma[i, t] = max(floor, math.exp(-total / sites))
+            gamma[i, t] = max(floor, math.exp(-total / moe_layers))
     return gamma
 
 
@@ -221,21 +221,21 @@ def test_an_arm_with_router_parts_says_what_it_needs():
 def terms_by_hand(new, old, advantages, mask, after, before, real):
     """Values and gradients with respect to the logits, written out. f is detached; d p_e / d z_j = p_e (δ_ej − p_j)."""
     p, q = np.exp(log_softmax(after)), np.exp(log_softmax(before))
-    sites, experts = after.shape[2:]
+    moe_layers, experts = after.shape[2:]
     rows = mask.any(1).sum()
     w = mask / np.maximum(mask.sum(1, keepdims=True), 1) / rows
     d = np.log(q) - np.log(p)
-    kl = (w[..., None, None] * (np.exp(d) - 1 - d)).sum() / sites / experts
+    kl = (w[..., None, None] * (np.exp(d) - 1 - d)).sum() / moe_layers / experts
     g = 1 - q / p  # per log-prob
-    kl_gradient = w[..., None, None] * (g - p * g.sum(-1, keepdims=True)) / sites / experts
+    kl_gradient = w[..., None, None] * (g - p * g.sum(-1, keepdims=True)) / moe_layers / experts
     centred = [z - z.mean(-1, keepdims=True) for z in (after, before)]
     gap = centred[0] - centred[1]
-    squares = (w[..., None, None] * gap**2).sum() / sites / experts
+    squares = (w[..., None, None] * gap**2).sum() / moe_layers / experts
     lse = np.log(np.exp(after).sum(-1))
     z = (real[..., None] * lse**2).sum() / real.sum()
     z_gradient = real[..., None, None] * 2 * lse[..., None] * p / real.sum()
     balance, balance_gradient = 0.0, np.zeros(after.shape)
-    for s in range(sites):
+    for s in range(moe_layers):
         f, mean = np.zeros(experts), np.zeros(experts)
         for i, t in np.argwhere(real):
             f[top(after[i, t, s])] += 1 / K / real.sum()
@@ -246,7 +246,7 @@ def terms_by_hand(new, old, advantages, mask, after, before, real):
             balance_gradient[i, t, s] = experts * here * (f - (f * here).sum()) / real.sum()
     return {
         router_kl: (kl, kl_gradient),
-        router_logits: (squares, w[..., None, None] * 2 * gap / sites / experts),
+        router_logits: (squares, w[..., None, None] * 2 * gap / moe_layers / experts),
         z_loss: (z, z_gradient),
         load_balance: (balance, balance_gradient),
     }
@@ -322,7 +322,7 @@ def test_terms_are_those_of_megatron(term, key, name):
     """One layer, response tokens for real ones, padding full of garbage."""
     data = peers.case(name)
     logits = torch.tensor(data["router_new"], requires_grad=True)
-    router = routers_of(logits, data["router_old"], data["mask"], sites=1)
+    router = routers_of(logits, data["router_old"], data["mask"], moe_layers=1)
     value = term(replace(peers.loss_inputs(name), router=router), coef=1.0)
     value.backward()
     loss, gradient = peers.expected(name, key)
@@ -336,7 +336,7 @@ def test_where_transformers_computes_another_load_balance(name):
     layers which are uneven in opposite ways look even. Its z-loss is a mean over padding too."""
     data = peers.case(name)
     router = routers_of(data["router_new"], data["router_old"], data["mask"])
-    one = routers_of(data["router_new"], data["router_old"], data["mask"], sites=1)
+    one = routers_of(data["router_new"], data["router_old"], data["mask"], moe_layers=1)
     x = peers.loss_inputs(name)
     ours = load_balance(replace(x, router=one), coef=1.0).item()
     np.testing.assert_allclose(K * ours, peers.expected(name, "hf/aux_loss.layers1")[0], **RELATIVE)
@@ -350,14 +350,14 @@ def test_where_transformers_computes_another_load_balance(name):
     pooled = peers.expected(name, "hf/aux_loss.layers3")[0]
     np.testing.assert_allclose(K * len(f) * (f * p).sum(), pooled, **RELATIVE)
     assert abs(K * load_balance(replace(x, router=router), coef=1.0).item() / 3 - pooled) > 1e-3
-    everywhere = routers_of(data["router_new"], data["router_old"], np.ones_like(data["mask"]), sites=1)
+    everywhere = routers_of(data["router_new"], data["router_old"], np.ones_like(data["mask"]), moe_layers=1)
     theirs = peers.expected(name, "hf/z_loss")[0]
     np.testing.assert_allclose(z_loss(replace(x, router=everywhere), coef=1.0).item(), theirs, **RELATIVE)
     assert abs(z_loss(replace(x, router=one), coef=1.0).item() - theirs) > 1e-3
 
 
-def test_sites_of_unequal_size_add_up_and_an_even_load_is_1_each():
-    """Two sites with 4 and 3 experts, top-2 and top-1; the second slot of the latter is none."""
+def test_moe_layers_of_unequal_size_add_up_and_an_even_load_is_1_each():
+    """Two MoE layers with 4 and 3 experts, top-2 and top-1; the second slot of the latter is none."""
     zeros = [torch.zeros(1, 12, n, dtype=torch.float64) for n in (4, 3)]
     ids = torch.stack(
         [torch.tensor([[t % 4, (t + 1) % 4] for t in range(12)]), torch.tensor([[t % 3, -1] for t in range(12)])], 1

@@ -14,9 +14,9 @@ from moe_rl.objectives import objective_of
 from moe_rl.policies.hf import HFPolicy, balance
 from moe_rl.policies.optimizer import TrainedWeights, take_step
 from moe_rl.rollouts.batches import collate
-from moe_rl.routing import Layout, RoutingTrace, Site, record_routing
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace, record_routing
 from moe_rl.routing.intercept import hooked
-from moe_rl.routing.sites import find_sites, router_parameters
+from moe_rl.routing.moe_layers import find_moe_layers, router_parameters
 from moe_rl.routing.sources import old_policy, random_sets, shuffled
 from moe_rl.types import Batch, Prompt, Rollout
 from tests.conftest import FAMILIES, build, perturb
@@ -87,15 +87,15 @@ def test_scores_are_the_models_own_log_probabilities(family, temperature, batch)
 def test_ratios_of_the_first_mini_batch_are_one_under_any_routes(source, batch):
     """The placebos too, because both sides of the ratio use the same routes."""
     policy = policy_of(build("qwen3_moe"))
-    natural = policy.score(batch)
-    routes = source(batch, natural) if source else None
-    old = natural if routes is None or routes is natural.routes else policy.score(batch, routes)
+    unconstrained = policy.score(batch)
+    routes = source(batch, unconstrained) if source else None
+    old = unconstrained if routes is None or routes is unconstrained.routes else policy.score(batch, routes)
     rows = torch.tensor([7, 2, 9, 4])
     part = GRPO.attach_weights(part_of(batch, old, routes).rows(rows))
     updated = policy.update(part, GRPO)
     assert (updated.logprobs - part.old_logprobs).abs().max() < 1e-5
     if source in (shuffled, random_sets):
-        assert (natural.logprobs - old.logprobs).abs().max() > 1e-3, "the placebo must matter"
+        assert (unconstrained.logprobs - old.logprobs).abs().max() > 1e-3, "the placebo must matter"
 
 
 def test_an_update_does_not_depend_on_the_micro_batch(batch):
@@ -286,7 +286,7 @@ def test_a_bias_is_saved_resumed_and_given_to_engines(tmp_path, batch):
 def test_the_step_of_a_bias_is_megatrons():
     data = peers.case("main-wide-0")
     ids = torch.tensor(data["router_new"][:, :, :1]).topk(2).indices
-    layout = Layout((Site("gate", 0, 8, 2),), "tiny")
+    layout = Layout((MoeLayer("gate", 0, 8, 2),), "tiny")
     live = RoutingTrace.from_ids(ids, layout).only(torch.tensor(data["mask"])[..., None])
     bias = torch.zeros(8, dtype=torch.float64)
     balance([bias], live, 1e-3)
@@ -307,23 +307,23 @@ def test_a_bias_that_is_not_there_or_rounds_its_steps_away_is_refused():
 def test_routers_in_float32_compute_and_learn_in_it(family, batch, tmp_path):
     """The rest stays in bfloat16. Logits are those of float32 weights on the hidden states that the router read."""
     model, read, made = build(family).to(torch.bfloat16), [], []
-    exact = {s.site.name: s.module.weight.detach().float() for s in find_sites(model)}
+    exact = {s.moe_layer.name: s.module.weight.detach().float() for s in find_moe_layers(model)}
     keep_routers_in(model, torch.float32)
-    site = find_sites(model)[0]
+    moe_layer = find_moe_layers(model)[0]
     policy = policy_of(model, optimizer={"lr": 1e-5})
-    site.module.register_forward_pre_hook(lambda module, given: read.append(given[0]))
-    with hooked((site,), "listeners", lambda index, used, choice, output: made.append(output)):
+    moe_layer.module.register_forward_pre_hook(lambda module, given: read.append(given[0]))
+    with hooked((moe_layer,), "listeners", lambda index, used, choice, output: made.append(output)):
         old = policy.score(batch)
     assert read[0].dtype == made[0][0].dtype == made[0][1].dtype == torch.float32
-    bias = getattr(site.module, "bias", None)
-    expected = torch.nn.functional.linear(read[0].flatten(0, -2), exact[site.site.name], bias)
+    bias = getattr(moe_layer.module, "bias", None)
+    expected = torch.nn.functional.linear(read[0].flatten(0, -2), exact[moe_layer.moe_layer.name], bias)
     assert torch.equal(made[0][0], expected)
     dtypes = {n: w.dtype for n, w in policy.weights()}
-    inside = [n for n in dtypes if n.startswith(tuple(f"{s.site.name}." for s in find_sites(model)))]
+    inside = [n for n in dtypes if n.startswith(tuple(f"{s.moe_layer.name}." for s in find_moe_layers(model)))]
     assert inside and all((dtype == torch.float32) == (n in inside) for n, dtype in dtypes.items())
-    before = dict(policy.weights())[f"{site.site.name}.weight"].clone()
+    before = dict(policy.weights())[f"{moe_layer.moe_layer.name}.weight"].clone()
     policy.update(part_of(batch, old), GRPO)
-    step = dict(policy.weights())[f"{site.site.name}.weight"] - before
+    step = dict(policy.weights())[f"{moe_layer.moe_layer.name}.weight"] - before
     assert 0 < step.abs().max() < 2e-5, "in bfloat16 such a step would be rounded away"
     policy.save(tmp_path)
     other = build(family, seed=3).to(torch.bfloat16)

@@ -11,7 +11,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.integrations.megatron.layout import Parallel, check_layout
 from moe_rl.models.load import hf_config
 from moe_rl.registry import Component
-from moe_rl.routing.sites import find_sites
+from moe_rl.routing.moe_layers import find_moe_layers
 from tests.conftest import pretend_installed
 from tests.integrations.fsdp_on_ranks import ARMS, RUN
 from tests.integrations.megatron_study import replay
@@ -153,9 +153,9 @@ def test_what_fsdp_can_do_is_not(settings):
 def test_routers_that_are_cut_by_themselves_are_recognised_under_their_new_class(family):
     """As `fully_shard` renames them."""
     model = families.build(next(one for one in families.FAMILIES if one.model_type == family))
-    before = find_sites(model)
-    for site in before:
-        kind = type(site.module)
-        site.module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-    after = find_sites(model)
+    before = find_moe_layers(model)
+    for moe_layer in before:
+        kind = type(moe_layer.module)
+        moe_layer.module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    after = find_moe_layers(model)
     assert after == before

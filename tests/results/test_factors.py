@@ -29,7 +29,7 @@ DECLARED = {
     "figures": ["learning", "against:optimizer.lr"],
     "further_endpoints": [],
     "metrics": [],
-    "cells": {},
+    "conditions": {},
     "factors": {"optimizer.lr": list(LR)},
 }
 
@@ -48,7 +48,7 @@ def sweep(
             (arm, s): [h[i] * (1 + 0.01 * s)] * 4 for (arm, h), s in itertools.product(heights.items(), range(seeds))
         }
         frames = with_curves(curves)
-        parts.append([f.assign(factors=f"{factor}={value}{also}") for f in (frames.runs, frames["steps"])])
+        parts.append([f.assign(condition=f"{factor}={value}{also}") for f in (frames.runs, frames["steps"])])
     runs, steps = (pd.concat(tables, ignore_index=True) for tables in zip(*parts, strict=True))
     return Frames(runs, {"steps": steps})
 
@@ -119,8 +119,8 @@ def test_the_cold_start_is_drawn_at_every_value_of_the_factor():
     """It may differ, as where the factor is a size of the model."""
     frames = sweep(values=(1, 2), factor="layers")
     before = [
-        {**key, "step": 0, "eval_reward_sampled": 0.4 if key["factors"] == "layers=1" else 0.5}
-        for key in frames.runs[["arm", "factors", "seed"]].to_dict("records")
+        {**key, "step": 0, "eval_reward_sampled": 0.4 if key["condition"] == "layers=1" else 0.5}
+        for key in frames.runs[["arm", "condition", "seed"]].to_dict("records")
     ]
     steps = pd.concat([frames["steps"], pd.DataFrame(before)], ignore_index=True)
     ax = figures.draw("against:layers", MAIN.name)(Frames(frames.runs, {"steps": steps}), ["grpo", "gspo"]).axes[0]
@@ -129,9 +129,9 @@ def test_the_cold_start_is_drawn_at_every_value_of_the_factor():
 
 
 def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_only_when_asked():
-    names, cells = ["learning", "against:optimizer.lr"], ["a=1", "a=2"]
-    assert figures.plan_figures(names, cells) == [("against:optimizer.lr", None)]
-    assert figures.plan_figures(names, cells, every=True) == [
+    names, conditions = ["learning", "against:optimizer.lr"], ["a=1", "a=2"]
+    assert figures.plan_figures(names, conditions) == [("against:optimizer.lr", None)]
+    assert figures.plan_figures(names, conditions, every=True) == [
         ("against:optimizer.lr", None),
         ("learning", "a=1"),
         ("learning", "a=2"),
@@ -145,8 +145,10 @@ def test_pairs_of_a_sweep_are_compared_only_where_they_are_named():
     short, table = study_tables(sweep(), DECLARED | {"comparisons": [["gspo", "grpo"]]})
     assert len(table.rows) == 4 and "Holm over the 4 rows" in table.note
     assert len(study_tables(sweep(), DECLARED, every=True)) == 1 + len(LR)
-    fewer = sweep()._where(lambda rows: (rows["arm"] != "gspo") | (rows["factors"] != sweep().cells[0]))
-    (first,) = [table for table in study_tables(fewer, DECLARED, every=True) if table.title.endswith(sweep().cells[0])]
+    fewer = sweep()._where(lambda rows: (rows["arm"] != "gspo") | (rows["condition"] != sweep().conditions[0]))
+    (first,) = [
+        table for table in study_tables(fewer, DECLARED, every=True) if table.title.endswith(sweep().conditions[0])
+    ]
     assert not any("gspo" in heading for heading in first.header), "an arm that was not run in a condition"
     both = study_tables(sweep(), DECLARED | {"comparisons": [["gspo", "grpo"]], "further_endpoints": ["reward"]})
     assert [t.rows for t in both[1:]] == [table.rows] * 2

@@ -22,7 +22,7 @@ from tests import fake_study
 
 ARMS = [arm.name for arm in fake_study.study.arms]
 DRAWN = [*figures.FIGURES]
-"""Figures over steps, mini-batches and sites, which say of every seed what it measured."""
+"""Figures over steps, mini-batches and MoE layers, which say of every seed what it measured."""
 
 
 def frames_of(seeds: int, steps: int) -> Frames:
@@ -31,7 +31,7 @@ def frames_of(seeds: int, steps: int) -> Frames:
         for seed in range(seeds):
             run = fake_study.study.base.replace(arm=arm, seed=seed, steps=steps, prompts_per_step=2, group_size=5)
             rows = fake_study.fake_tables(run)
-            labels = {"study": "fake", "arm": arm.name, "factors": "base", "seed": seed, "code": "1"}
+            labels = {"study": "fake", "arm": arm.name, "condition": "base", "seed": seed, "code": "1"}
             config = json.dumps(run.to_dict())
             runs.append(labels | {"state": "finished", "step": steps, "steps": steps, "config": config})
             for name in tables:
@@ -117,7 +117,7 @@ def test_the_model_before_the_first_step_is_a_line_wherever_rewards_are_drawn(fr
         {
             "arm": arm,
             "seed": seed,
-            "factors": "base",
+            "condition": "base",
             "step": 0,
             "eval_reward_sampled": 0.4 + 0.1 * seed,
             "eval_exact_greedy": 0.7,
@@ -147,12 +147,12 @@ def test_differences_within_seeds_stand_beside_the_levels(frames):
 def test_rows_of_other_arms_and_seeds_are_in_the_legend_and_in_the_note():
     few, more = frames_of(seeds=2, steps=8), frames_of(seeds=3, steps=8)
 
-    def cell(frames: Frames, name: str, arms: list[str]) -> list[pd.DataFrame]:
-        return [t[t["arm"].isin(arms)].assign(factors=name) for t in (frames.runs, *frames.tables.values())]
+    def condition(frames: Frames, name: str, arms: list[str]) -> list[pd.DataFrame]:
+        return [t[t["arm"].isin(arms)].assign(condition=name) for t in (frames.runs, *frames.tables.values())]
 
-    parts = zip(cell(few, "quiet", ARMS[:2]), cell(more, "moved", ARMS[2:]), strict=True)
+    parts = zip(condition(few, "quiet", ARMS[:2]), condition(more, "moved", ARMS[2:]), strict=True)
     runs, *tables = (pd.concat(both, ignore_index=True) for both in parts)
-    figure = figures.FIGURES["learning_by_cell"](Frames(runs, dict(zip(few.tables, tables, strict=True))), ARMS)
+    figure = figures.FIGURES["learning_by_condition"](Frames(runs, dict(zip(few.tables, tables, strict=True))), ARMS)
     legend = figure.legends[0]
     assert set(ARMS) <= {text.get_text() for text in legend.get_texts()}
     note = " ".join(legend.get_title().get_text().split())
@@ -189,10 +189,10 @@ def test_numbers_of_log_axes_are_formulas_in_files_and_on_pages(frames):
     assert b'"#DejaVuSans-7"' in plain.getvalue()
 
 
-def test_expert_change_per_site_is_the_mean_over_steps(frames):
+def test_expert_change_per_moe_layer_is_the_mean_over_steps(frames):
     x, y = line(figures.expert_change(frames, ARMS).axes[1], "grpo seed=0 expert_change_rate")
-    table = frames["layers"].query("arm == 'grpo' and seed == 0").groupby("site")["expert_change_rate"].mean()
-    assert x.tolist() == list(range(fake_study.SITES)) and np.allclose(y, table, rtol=0, atol=1e-15)
+    table = frames["layers"].query("arm == 'grpo' and seed == 0").groupby("moe_layer")["expert_change_rate"].mean()
+    assert x.tolist() == list(range(fake_study.MOE_LAYERS)) and np.allclose(y, table, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_spread_and_shares_pool_sums_before_they_divide():
         ]
     )
     row = attribution(updates, by=["update"]).iloc[0]
-    assert row["natural_std"] == pytest.approx(9.2**0.5) and row["replayed_std"] == pytest.approx(4.6**0.5)
+    assert row["unconstrained_std"] == pytest.approx(9.2**0.5) and row["replayed_std"] == pytest.approx(4.6**0.5)
     assert [row[k] for k in figures.SHARES] == pytest.approx([0.5, 1.5, -1.0])
 
 

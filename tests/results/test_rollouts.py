@@ -155,7 +155,7 @@ def test_a_page_stays_beside_its_report_whatever_path_a_table_names(run, tmp_pat
     (tmp_path / "a" / "b").mkdir(parents=True)
     run.rename(tmp_path / "index")
     monkeypatch.chdir(tmp_path / "index" if place == "." else tmp_path)
-    runs = pd.DataFrame([{"path": place, "arm": "grpo", "factors": "base", "seed": 0}])
+    runs = pd.DataFrame([{"path": place, "arm": "grpo", "condition": "base", "seed": 0}])
     (link,) = dict(reading.write_pages(runs, tmp_path / "out" / "report.html")).values()
     assert link.startswith("report_rollouts/") and ".." not in link
     assert (tmp_path / "out" / unquote(link)).is_file()

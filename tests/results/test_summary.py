@@ -43,7 +43,7 @@ def with_curves(
     runs = [
         {
             "arm": arm,
-            "factors": "base",
+            "condition": "base",
             "seed": seed,
             "step": len(y),
             "steps": steps or len(y),
@@ -52,7 +52,7 @@ def with_curves(
         for (arm, seed), y in curves.items()
     ]
     rows = [
-        {"arm": arm, "factors": "base", "seed": seed, "step": t, "reward": reward}
+        {"arm": arm, "condition": "base", "seed": seed, "step": t, "reward": reward}
         for (arm, seed), y in curves.items()
         for t, reward in enumerate(y, 1)
     ]
@@ -126,7 +126,7 @@ def test_seeds_that_a_comparison_leaves_out_are_counted_below_it():
         frames.runs.assign(state=frames.runs["state"].mask(died, "diverged")),
         {"steps": frames["steps"].assign(entropy=frames["steps"]["reward"])},
     )
-    declared = {"arms": [{"name": "a"}, {"name": "b"}], "comparisons": [["a", "b"]], "cells": {}, "factors": {}}
+    declared = {"arms": [{"name": "a"}, {"name": "b"}], "comparisons": [["a", "b"]], "conditions": {}, "factors": {}}
     (shown,) = comparison_table(frames, ["a", "b"], metric("entropy"), declared)
     assert shown.rows[0][2] == "2" and "a − b: 2 of 4." in shown.note
     (whole,) = comparison_table(frames, ["a", "b"], MAIN, declared)
@@ -153,8 +153,14 @@ def test_only_named_contrasts_are_compared_and_holm_counts_only_these(frames):
 
 
 def test_a_part_of_a_study_is_adjusted_for_all_that_it_declares(frames):
-    """Of three pairs in two cells one is here, p = 0.125: Holm over six, and over four where a cell runs two arms."""
-    declared = {"arms": [{"name": arm} for arm in ARMS], "comparisons": [], "cells": {"a": {}, "b": {}}, "factors": {}}
+    """Of three pairs in two conditions one is here, p = 0.125: Holm over six, and over four where a condition runs two
+    arms."""
+    declared = {
+        "arms": [{"name": arm} for arm in ARMS],
+        "comparisons": [],
+        "conditions": {"a": {}, "b": {}},
+        "factors": {},
+    }
     two = dataclasses.replace(
         frames,
         runs=frames.runs.query("arm != 'grpo-replay'"),
@@ -162,26 +168,26 @@ def test_a_part_of_a_study_is_adjusted_for_all_that_it_declares(frames):
     )
     for asked, m in (
         (declared, 6),
-        (declared | {"cells": {"a": {"arms": ["grpo", "gspo"]}, "b": {}}}, 4),
+        (declared | {"conditions": {"a": {"arms": ["grpo", "gspo"]}, "b": {}}}, 4),
         (declared | {"comparisons": [["gspo", "grpo"]]}, 2),
-        (declared | {"cells": {}, "factors": {"optimizer.lr": [1, 2, 3]}}, 9),
+        (declared | {"conditions": {}, "factors": {"optimizer.lr": [1, 2, 3]}}, 9),
     ):
         assert family(asked) == m
         (shown,) = comparison_table(two, ["grpo", "gspo"], MAIN, asked)
         assert shown.rows[0][3:5] == ("0.125", f"{min(0.125 * m, 1):.3g}") and len(shown.rows) == 1
-    (whole,) = comparison_table(frames, ARMS, MAIN, declared | {"cells": {}})
+    (whole,) = comparison_table(frames, ARMS, MAIN, declared | {"conditions": {}})
     assert "Holm over the 3 rows" in whole.note and whole.rows[0][4] == "0.375"
 
 
 def test_contrasts_at_every_combination_of_factors_share_one_adjustment(frames):
     def at(lr: float, gain: float) -> list[pd.DataFrame]:
-        runs, steps = (frame.assign(factors=f"optimizer.lr={lr:g}") for frame in (frames.runs, frames["steps"]))
+        runs, steps = (frame.assign(condition=f"optimizer.lr={lr:g}") for frame in (frames.runs, frames["steps"]))
         return [runs, steps.assign(reward=steps["reward"] + gain * (steps["arm"] == "gspo"))]
 
     runs, steps = (pd.concat(pair, ignore_index=True) for pair in zip(at(1e-4, 0.0), at(2e-4, 0.5), strict=True))
     both = Frames(runs, {"steps": steps})
     found = compare(both, ARMS, [("gspo", "grpo")])
-    assert [c.cell for c in found] == ["optimizer.lr=0.0001", "optimizer.lr=0.0002"]
+    assert [c.condition for c in found] == ["optimizer.lr=0.0001", "optimizer.lr=0.0002"]
     gain = found[1].result.difference.mean - found[0].result.difference.mean
     assert gain == pytest.approx(0.5) and [c.p_holm for c in found] == [0.25, 0.25]
 
@@ -196,8 +202,8 @@ def test_a_metric_is_known_by_its_name_its_column_or_as_any_column_of_steps():
 
 def evaluated(points: dict[int, float], state: str = "finished", steps: int = 40) -> Frames:
     """One run of some steps, evaluated at some of them."""
-    rows = [{"arm": "a", "factors": "base", "seed": 0, "step": t, "eval_exact_greedy": y} for t, y in points.items()]
-    run = {"arm": "a", "factors": "base", "seed": 0, "step": max(points), "steps": steps, "state": state}
+    rows = [{"arm": "a", "condition": "base", "seed": 0, "step": t, "eval_exact_greedy": y} for t, y in points.items()]
+    run = {"arm": "a", "condition": "base", "seed": 0, "step": max(points), "steps": steps, "state": state}
     return Frames(pd.DataFrame([run]), {"steps": pd.DataFrame(rows)})
 
 
@@ -265,7 +271,7 @@ def test_runs_that_are_measured_at_different_steps_or_differ_in_length_are_named
     assert ", 7, " in note(config=changed) and "eval_every" not in note()
     shorter = [json.dumps(json.loads(frames.runs["config"][0]) | {"steps": 12}), *frames.runs["config"][1:]]
     assert "[(12, " in note(config=shorter)
-    assert "differ" not in note(config=shorter, factors=["short", *["long"] * 11])
+    assert "differ" not in note(config=shorter, condition=["short", *["long"] * 11])
 
 
 def test_where_no_group_ever_had_a_signal_that_is_said(frames):
@@ -289,7 +295,7 @@ def test_parts_that_never_acted_and_arms_with_equal_rows_are_a_caution(frames):
     steps.loc[steps["arm"] != "grpo", "grad_norm"] += steps["arm"].map({"tis": 1.0, "reinforce": 2.0}).fillna(0.0)
     for arm, zero in (("grpo", 0.0), ("grpo+old_policy", -0.0)):  # of the same row
         steps.loc[steps.index[steps["arm"] == arm][0], "reward"] = zero
-    updates = steps[["arm", "factors", "seed", "step"]].assign(
+    updates = steps[["arm", "condition", "seed", "step"]].assign(
         corrected_tokens=np.where(steps["arm"] == "tis", 0.0, np.nan),
         pull=np.where(steps["arm"] == "grpo+old_policy", 0.0, np.nan),
     )
@@ -328,7 +334,7 @@ def test_a_study_carries_its_verdict(frames):
 def test_a_number_that_a_loss_returns_is_averaged_over_the_updates_of_each_step():
     """Two updates a step; of 4 steps the last two count: (5 + 7)/2 and (1 + 2)/2 make 6 and 1.5, so 3.75."""
     frames = with_curves({("a", 0): [0.5] * 4}, steps=4)
-    labels = {"arm": "a", "seed": 0, "factors": frames.cells[0], "step": [1, 1, 2, 2, 3, 3, 4, 4]}
+    labels = {"arm": "a", "seed": 0, "condition": frames.conditions[0], "step": [1, 1, 2, 2, 3, 3, 4, 4]}
     updates = pd.DataFrame(labels | {"own_pull": [9.0, 9.0, 9.0, 9.0, 5.0, 7.0, 1.0, 2.0]})
     frames = Frames(frames.runs, {"steps": frames["steps"], "updates": updates})
     assert per_run(frames, metric("own_pull")).tolist() == [3.75]
@@ -337,6 +343,6 @@ def test_a_number_that_a_loss_returns_is_averaged_over_the_updates_of_each_step(
         for rows in (updates[updates["step"] != 3], updates.replace({"own_pull": {5.0: math.nan}}))
     )
     assert per_run(half, metric("own_pull")).equals(per_run(gone, metric("own_pull"))), "half a step would be biased"
-    declared = {"arms": [{"name": "a"}], "comparisons": [], "cells": {}, "factors": {}, "name": "s", "metrics": []}
+    declared = {"arms": [{"name": "a"}], "comparisons": [], "conditions": {}, "factors": {}, "name": "s", "metrics": []}
     assert "n = 1 seed." in short_table(frames, declared | {"endpoint": "own_pull"}).note
     assert "No run has a value of 'own_pul'." in short_table(frames, declared | {"endpoint": "own_pul"}).note

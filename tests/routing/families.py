@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from moe_rl.routing.sites import UNSUPPORTED, router_parameters
+from moe_rl.routing.moe_layers import UNSUPPORTED, router_parameters
 
 TINY = {
     # every decoder

@@ -20,7 +20,7 @@ from moe_rl.errors import RoutingError
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels
 from moe_rl.integrations.cpu_kernels.experts import NAME as CPU_EXPERTS
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
-from moe_rl.routing.sites import SELECTS, find_sites
+from moe_rl.routing.moe_layers import SELECTS, find_moe_layers
 from tests.routing.families import FAMILIES, REFUSED, At, Family, build, jetmoe_dispatch, older_than, table
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -50,8 +50,8 @@ class Case:
     def moved_gradients(self) -> dict[str, Tensor]:
         return gradients(self.moved, self.tokens, self.trace)
 
-    def ids(self, site: int) -> Tensor:
-        return self.trace.ids()[:, :, site].flatten(0, 1)
+    def ids(self, moe_layer: int) -> Tensor:
+        return self.trace.ids()[:, :, moe_layer].flatten(0, 1)
 
     def padded(self, mask: Tensor) -> dict[str, Tensor]:
         """Inputs for a padded batch; position ids where the model takes them, else it counts the padding in."""
@@ -75,7 +75,8 @@ def record(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> tuple[RoutingT
 
 # ---------------------------------------------------------------------- what reaches the experts, seen from outside
 class Seen:
-    """What one site got, chose and handed out, noted by ordinary hooks on the router and on the experts beside it."""
+    """What one MoE layer got, chose and handed out, noted by ordinary hooks on the router and on the experts beside
+    it."""
 
     router: tuple[nn.Module, Tensor, tuple | Tensor]
     ids: Tensor
@@ -85,7 +86,7 @@ class Seen:
 @contextmanager
 def watched(model: nn.Module) -> Iterator[list[Seen]]:
     hooks, seen = [], []
-    for spec in find_sites(model):
+    for spec in find_moe_layers(model):
         here = Seen()
         seen.append(here)
 
@@ -98,7 +99,7 @@ def watched(model: nn.Module) -> Iterator[list[Seen]]:
         def note_logits(_, args, output, here=here, router=spec.module):
             here.router = (router, args[0].detach().flatten(0, -2), router(args[0]).flatten(0, -2))
 
-        beside = model.get_submodule(spec.site.name.rpartition(".")[0])
+        beside = model.get_submodule(spec.moe_layer.name.rpartition(".")[0])
         experts = getattr(beside, "experts", None)
         if spec.selector is experts:  # Aria's before transformers 5.18 are not called with ids and weights
             hooks += spied(experts, here)
@@ -178,18 +179,18 @@ def test_recording_and_replaying_its_own_routes_change_no_bit(case):
     assert replay.coverage == 1
 
 
-def test_sites_are_the_routers_of_the_text_decoder_in_forward_order(case):
-    sites, order = case.trace.layout.sites, []
+def test_moe_layers_are_the_routers_of_the_text_decoder_in_forward_order(case):
+    moe_layers, order = case.trace.layout.moe_layers, []
     hooks = [
-        spec.reader.register_forward_pre_hook(lambda *_, s=spec.site: order.append(s))
-        for spec in find_sites(case.model)
+        spec.reader.register_forward_pre_hook(lambda *_, s=spec.moe_layer: order.append(s))
+        for spec in find_moe_layers(case.model)
     ]
     with torch.no_grad():
         case.model(case.tokens)
     for hook in hooks:
         hook.remove()
-    assert order == list(sites)
-    assert all(f".{site.decoder_layer}." in site.name for site in sites)
+    assert order == list(moe_layers)
+    assert all(f".{moe_layer.decoder_layer}." in moe_layer.name for moe_layer in moe_layers)
 
 
 def test_forced_ids_reach_the_experts_with_the_familys_own_weights_and_gradient(case):
@@ -198,11 +199,11 @@ def test_forced_ids_reach_the_experts_with_the_familys_own_weights_and_gradient(
     case.moved.zero_grad()
     with watched(case.moved) as seen, replay_routing(case.moved, case.trace) as replay:
         case.moved(case.tokens).logits.logsumexp(-1).sum().backward()
-    assert replay.preferred.same_sets(live)[:, :, 0].all(), "nothing is forced upstream of the first site"
-    for site, here in enumerate(seen):
-        assert_weights_are_the_familys_own(case, here, case.ids(site))
+    assert replay.preferred.same_sets(live)[:, :, 0].all(), "nothing is forced upstream of the first MoE layer"
+    for moe_layer, here in enumerate(seen):
+        assert_weights_are_the_familys_own(case, here, case.ids(moe_layer))
         parameters = [p for n, p in here.router[0].named_parameters() if "experts" not in n and p.grad is not None]
-        assert max(p.grad.abs().max() for p in parameters) > 1e-6, case.trace.layout.sites[site]
+        assert max(p.grad.abs().max() for p in parameters) > 1e-6, case.trace.layout.moe_layers[moe_layer]
 
 
 def test_unknown_rows_route_freely(case):
@@ -326,13 +327,13 @@ def test_scores_are_the_routers_own_or_refused(case):
             return
         case.model(case.tokens)
     scores = recording.scores(len(case.tokens))
-    for site, here in enumerate(seen):
+    for moe_layer, here in enumerate(seen):
         logits = logits_of(here)
         log_p = logits.log_softmax(-1)
-        torch.testing.assert_close(scores.all_log_probs[site].flatten(0, 1).double(), log_p, rtol=1e-5, atol=1e-5)
-        used = log_p.gather(1, case.ids(site))
-        torch.testing.assert_close(scores.log_probs[:, :, site].flatten(0, 1).double(), used, rtol=1e-5, atol=1e-5)
-        assert torch.equal(scores.gates[:, :, site].flatten(0, 1), here.weights.view_as(used).float())
+        torch.testing.assert_close(scores.all_log_probs[moe_layer].flatten(0, 1).double(), log_p, rtol=1e-5, atol=1e-5)
+        used = log_p.gather(1, case.ids(moe_layer))
+        torch.testing.assert_close(scores.log_probs[:, :, moe_layer].flatten(0, 1).double(), used, rtol=1e-5, atol=1e-5)
+        assert torch.equal(scores.gates[:, :, moe_layer].flatten(0, 1), here.weights.view_as(used).float())
     assert (scores.margins >= 0).all()
 
 
@@ -345,7 +346,7 @@ def test_a_family_that_cannot_be_replayed_is_refused_by_name_with_the_reason(ref
     module = nn.Module.__new__(getattr(source, refused.class_name))
     nn.Module.__init__(module)
     with pytest.raises(RoutingError, match=f"{refused.class_name}.*{refused.reason}"):
-        find_sites(nn.Sequential(module))
+        find_moe_layers(nn.Sequential(module))
 
 
 def test_no_family_of_the_installed_transformers_is_forgotten():

@@ -12,8 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing import layout_of, record_routing, replay_routing
-from moe_rl.routing.intercept import SiteForward
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.intercept import MoeLayerForward
+from moe_rl.routing.moe_layers import router_parameters
 from tests.conftest import FAMILIES, build, perturb
 from tests.routing.families import older_than
 
@@ -65,23 +65,23 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception(model, tokens):
         model(tokens)
         1 / 0  # noqa: B018
     for module in model.modules():
-        assert "forward" not in module.__dict__ and not isinstance(module.forward, SiteForward)
+        assert "forward" not in module.__dict__ and not isinstance(module.forward, MoeLayerForward)
         assert not module._forward_pre_hooks
     live = model(tokens).logits
     assert not torch.equal(live, logits)
 
 
-def test_preferred_is_not_the_natural_route_downstream_of_a_forced_site(qwen, tokens):
+def test_preferred_is_not_the_unconstrained_route_downstream_of_a_forced_moe_layer(qwen, tokens):
     with torch.no_grad():
         for name, parameter in qwen.named_parameters():
             parameter.mul_(10 if "experts" in name else 1)  # so that the choice of experts matters downstream
     trace, _ = record(qwen, tokens)
     perturb(qwen, 0.3)
-    natural, _ = record(qwen, tokens)
+    unconstrained, _ = record(qwen, tokens)
     with torch.no_grad(), replay_routing(qwen, trace) as replay:
         qwen(tokens)
-    same = replay.preferred.same_sets(natural)
-    assert same[:, :, 0].all(), "nothing is forced upstream of the first site"
+    same = replay.preferred.same_sets(unconstrained)
+    assert same[:, :, 0].all(), "nothing is forced upstream of the first MoE layer"
     assert not same[:, :, -1].all(), "replay upstream changes what the last router reads"
 
 
@@ -89,18 +89,18 @@ def test_scores_are_those_of_the_family(qwen, tokens):
     with torch.no_grad(), record_routing(qwen, scores=True) as recording:
         out = qwen(tokens, output_router_logits=True)
     trace, scores = recording.trace(tokens), recording.scores(4)
-    for site, logits in enumerate(out.router_logits):
+    for moe_layer, logits in enumerate(out.router_logits):
         if older_than("5.6"):  # they are probabilities there
             logits = logits.log()
         log_p = logits.log_softmax(-1).view(4, 9, -1)
-        used = log_p.gather(-1, trace.ids()[:, :, site])
-        torch.testing.assert_close(scores.log_probs[:, :, site], used)
-        torch.testing.assert_close(scores.gates[:, :, site], used.softmax(-1))  # renormalised over the chosen two
+        used = log_p.gather(-1, trace.ids()[:, :, moe_layer])
+        torch.testing.assert_close(scores.log_probs[:, :, moe_layer], used)
+        torch.testing.assert_close(scores.gates[:, :, moe_layer], used.softmax(-1))  # renormalised over the chosen two
         p = log_p.exp().sort(-1, descending=True).values
-        torch.testing.assert_close(scores.margins[:, :, site], p[..., 1] - p[..., 2])
+        torch.testing.assert_close(scores.margins[:, :, moe_layer], p[..., 1] - p[..., 2])
         torch.testing.assert_close(
-            scores.log_probs_at(trace.ids().roll(1, 0))[:, :, site],
-            log_p.gather(-1, trace.ids().roll(1, 0)[:, :, site]),
+            scores.log_probs_at(trace.ids().roll(1, 0))[:, :, moe_layer],
+            log_p.gather(-1, trace.ids().roll(1, 0)[:, :, moe_layer]),
         )
 
 
@@ -318,7 +318,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("path", ["model", "model.layers.1", "model.layers.1.mlp", "model.layers.1.mlp.gate"])
-def test_wrapped_modules_are_the_sites_of_the_plain_model(qwen, tokens, path, wrap):
+def test_wrapped_modules_are_the_moe_layers_of_the_plain_model(qwen, tokens, path, wrap):
     trace, _ = record(qwen, tokens)
     shapes = [p.shape for p in router_parameters(qwen)]
     qwen.set_submodule(path, WRAPPERS[wrap](qwen.get_submodule(path)))
@@ -330,7 +330,7 @@ def test_wrapped_modules_are_the_sites_of_the_plain_model(qwen, tokens, path, wr
 
 def test_a_part_that_a_model_itself_calls_module_keeps_its_name(qwen):
     qwen.model.layers[1] = Held(qwen.model.layers[1], name="module")
-    assert layout_of(qwen).sites[1].name == "model.layers.1.module.mlp.gate"
+    assert layout_of(qwen).moe_layers[1].name == "model.layers.1.module.mlp.gate"
 
 
 def test_a_router_that_bypasses_topk_is_not_silently_ignored(qwen, tokens):

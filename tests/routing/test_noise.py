@@ -10,8 +10,8 @@ import torch
 from moe_rl.errors import RoutingError
 from moe_rl.policies.hf import last_step
 from moe_rl.routing import record_routing, replay_routing
+from moe_rl.routing.moe_layers import find_moe_layers, router_matrices
 from moe_rl.routing.router_noise import Noise, directions, disturbed, shifted, steps
-from moe_rl.routing.sites import find_sites, router_matrices
 from tests.conftest import FAMILIES, build
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
 from tests.routing.families import FAMILIES as ALL
@@ -28,9 +28,9 @@ def forward(model, tokens):
 def test_the_form_weights_is_a_model_whose_routers_are_moved(family, tokens):
     model, twin = build(family), build(family)
     with torch.no_grad():
-        for index, site in enumerate(find_sites(twin)):
-            matrices = router_matrices(site)
-            assert matrices and all(m.shape[0] == site.site.num_experts for m in matrices)
+        for index, moe_layer in enumerate(find_moe_layers(twin)):
+            matrices = router_matrices(moe_layer)
+            assert matrices and all(m.shape[0] == moe_layer.moe_layer.num_experts for m in matrices)
             for matrix, u in zip(matrices, directions(matrices, 7, index), strict=True):
                 matrix += 0.5 * matrix.std() * u
     with disturbed(model, Noise("weights", 0.5, 7)):
@@ -41,14 +41,14 @@ def test_the_form_weights_is_a_model_whose_routers_are_moved(family, tokens):
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "dbrx"])
-def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else_from_its_own(family, tokens):
-    """Site by site, by hand: the router runs on the hidden states that it got in the forward, with moved weights; and
-    the whole is what replaying the ids it picked there gives, bit for bit."""
+def test_the_form_choice_takes_each_moe_layers_ids_from_its_moved_router_and_all_else_from_its_own(family, tokens):
+    """MoE layer by MoE layer, by hand: the router runs on the hidden states that it got in the forward, with moved
+    weights; and the whole is what replaying the ids it picked there gives, bit for bit."""
     model = build(family) if family in FAMILIES else tiny(next(f for f in ALL if f.model_type == family))
     noise, seen = Noise("choice", 0.5, 7), {}
     handles = [
-        site.reader.register_forward_pre_hook(lambda m, a, k: seen.update({m: (a, k)}), with_kwargs=True)
-        for site in find_sites(model)
+        moe_layer.reader.register_forward_pre_hook(lambda m, a, k: seen.update({m: (a, k)}), with_kwargs=True)
+        for moe_layer in find_moe_layers(model)
     ]
     with disturbed(model, noise):
         logits, routes = forward(model, tokens)
@@ -57,22 +57,22 @@ def test_the_form_choice_takes_each_sites_ids_from_its_moved_router_and_all_else
     with torch.no_grad(), replay_routing(model, routes):
         assert torch.equal(logits, model(tokens).logits)
     assert routes != forward(model, tokens)[1]
-    for index, site in enumerate(find_sites(model)):
-        arguments, settings = seen[site.reader]
-        with torch.no_grad(), shifted(router_matrices(site), noise, index), record_one(model, site) as ids:
-            site.reader(*arguments, **settings)
-        used = routes.ids()[:, :, index, : site.site.top_k].flatten(0, 1)
+    for index, moe_layer in enumerate(find_moe_layers(model)):
+        arguments, settings = seen[moe_layer.reader]
+        with torch.no_grad(), shifted(router_matrices(moe_layer), noise, index), record_one(model, moe_layer) as ids:
+            moe_layer.reader(*arguments, **settings)
+        used = routes.ids()[:, :, index, : moe_layer.moe_layer.top_k].flatten(0, 1)
         assert torch.equal(ids[0].sort(-1).values, used.sort(-1).values)
 
 
 class record_one:  # noqa: N801
-    """The ids that one site picks in a call of its own."""
+    """The ids that one MoE layer picks in a call of its own."""
 
-    def __init__(self, model, site):
+    def __init__(self, model, moe_layer):
         from moe_rl.routing.intercept import hooked
 
         self.ids = []
-        self.scope = hooked((site,), "listeners", lambda number, used, *_: self.ids.append(used))
+        self.scope = hooked((moe_layer,), "listeners", lambda number, used, *_: self.ids.append(used))
 
     def __enter__(self):
         self.scope.__enter__()
@@ -92,13 +92,13 @@ def test_under_a_choice_gradient_reaches_the_routers_own_weights_through_the_gat
         model(tokens).logits.square().sum().backward()
     for parameter, gradient in zip(model.parameters(), mine, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-5)
-    assert all(m.grad.any() for site in find_sites(model) for m in router_matrices(site))
+    assert all(m.grad.any() for moe_layer in find_moe_layers(model) for m in router_matrices(moe_layer))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_form_beside_moves_every_matrix_of_the_layers_but_the_routers(family, tokens):
     model, twin = build(family), build(family)
-    routers = {id(m) for site in find_sites(twin) for m in router_matrices(site)}
+    routers = {id(m) for moe_layer in find_moe_layers(twin) for m in router_matrices(moe_layer)}
     beside = [
         p
         for name, p in twin.named_parameters()
@@ -122,13 +122,13 @@ def test_the_last_step_is_where_the_optimizer_went_and_outlives_a_checkpoint(nam
     settings = {"name": name, "lr": lr, "grad_clip": 0.0}
     policy, batch = policy_of(build("qwen3_moe"), optimizer=settings), make_batch()
     for _ in range(3):
-        before = [m.detach().clone() for site in find_sites(policy.model) for m in router_matrices(site)]
+        before = [m.detach().clone() for moe_layer in find_moe_layers(policy.model) for m in router_matrices(moe_layer)]
         policy.update(part_of(batch, policy.score(batch)), GRPO)
     policy.save(tmp_path)
     again = policy_of(build("qwen3_moe"), optimizer=settings)
     again.load(tmp_path)
     for owner in (policy, again):
-        after = [m for site in find_sites(owner.model) for m in router_matrices(site)]
+        after = [m for moe_layer in find_moe_layers(owner.model) for m in router_matrices(moe_layer)]
         along = steps(after, partial(last_step, owner.trained, owner.optimizer))
         for new, old, u in zip(after, before, along, strict=True):
             step = (new - old).detach()
@@ -169,7 +169,7 @@ def test_weights_are_exactly_as_before_after_a_backward_and_after_an_exception(f
         model(tokens)
         raise ZeroDivisionError
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert not any("forward" in vars(site.module) for site in find_sites(model))
+    assert not any("forward" in vars(moe_layer.module) for moe_layer in find_moe_layers(model))
 
 
 def test_the_step_moves_the_weights_of_before_the_dose():
@@ -194,24 +194,24 @@ def test_a_dense_model_has_nothing_to_move():
 
 
 def test_tokens_that_route_freely_under_replay_take_the_choice_of_the_moved_router(tokens):
-    """Every other token is replayed: the others' first site picks what a moved router picks without any replay."""
+    """Every other token is replayed: the others' first MoE layer picks what a moved router picks without any replay."""
     model, noise = build("qwen3_moe"), Noise("choice", 1.0, 7)
-    _, natural = forward(model, tokens)
+    _, unconstrained = forward(model, tokens)
     with disturbed(model, noise):
         _, everywhere = forward(model, tokens)
     every_other = torch.arange(tokens.shape[1]) % 2 == 0
-    half = natural.only(every_other[None, :, None].expand(natural.shape[:3]))
+    half = unconstrained.only(every_other[None, :, None].expand(unconstrained.shape[:3]))
     with torch.no_grad(), disturbed(model, noise), replay_routing(model, half), record_routing(model) as recording:
         model(tokens)
-    used, replayed, moved_ids = (trace.ids()[:, :, 0] for trace in (recording.trace(tokens), natural, everywhere))
+    used, replayed, moved_ids = (trace.ids()[:, :, 0] for trace in (recording.trace(tokens), unconstrained, everywhere))
     assert torch.equal(used[:, every_other], replayed[:, every_other])
     assert torch.equal(used[:, ~every_other], moved_ids[:, ~every_other])
     assert not torch.equal(used[:, ~every_other], replayed[:, ~every_other])
 
 
-def test_a_weight_that_two_sites_share_is_moved_once_and_biases_never(tokens):
+def test_a_weight_that_two_moe_layers_share_is_moved_once_and_biases_never(tokens):
     model = build("qwen3_moe")
-    first, second = (site.module for site in find_sites(model)[:2])
+    first, second = (moe_layer.module for moe_layer in find_moe_layers(model)[:2])
     second.weight = first.weight
     before = first.weight.detach().clone()
     with disturbed(model, Noise("weights", 1.0, 7)):

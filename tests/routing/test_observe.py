@@ -42,7 +42,7 @@ def test_logits_that_were_not_kept_are_an_error_not_zeros(model):
 
 def test_replayed_routes_are_used_and_the_preferred_ones_reported(model):
     layout, plain = layout_of(model), observe(model, INPUTS)
-    shifted = (plain.routes.ids() + 1) % layout.sites[0].num_experts
+    shifted = (plain.routes.ids() + 1) % layout.moe_layers[0].num_experts
     trace = RoutingTrace.from_ids(
         shifted.masked_fill(~MASK[..., None, None], -1), layout, tokens=TOKENS, attention_mask=MASK
     )

@@ -12,7 +12,7 @@ from moe_rl.models.load import LoadedModel
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import layout_of, record_routing, replay_routing
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.moe_layers import router_parameters
 from tests.conftest import build
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
 from tests.routing.test_families import gradients, record, watched
@@ -46,7 +46,7 @@ def kind(request):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
-def test_an_adapted_model_has_the_sites_and_routes_of_the_plain_one(family, tokens):
+def test_an_adapted_model_has_the_moe_layers_and_routes_of_the_plain_one(family, tokens):
     plain = build(family)
     trace, logits = record(plain, tokens)
     target = "mlp.experts.down_proj"
@@ -66,8 +66,8 @@ def test_replay_forces_the_routes_of_before_on_adapters_that_moved(kind, tokens)
     assert not live.same_sets(trace).all()
     with watched(model.get_base_model()) as seen, torch.no_grad(), replay_routing(model, trace):
         model(tokens)
-    for site, here in enumerate(seen):
-        assert torch.equal(here.router[2][2], trace.ids()[:, :, site].flatten(0, 1))
+    for moe_layer, here in enumerate(seen):
+        assert torch.equal(here.router[2][2], trace.ids()[:, :, moe_layer].flatten(0, 1))
     with torch.no_grad(), replay_routing(model, live):
         assert torch.equal(model(tokens).logits, logits)
 
@@ -136,9 +136,9 @@ def test_a_policy_trains_the_adapters_alone_and_an_engine_on_its_module_needs_no
     model = wrap(build("qwen3_moe"), kind)
     policy, batch = policy_of(model), make_batch()
     before = {name: w.clone() for name, w in policy.weights()}
-    natural = policy.score(batch)
-    updated = policy.update(part_of(batch, natural, natural.routes), GRPO)
-    assert (updated.logprobs - natural.logprobs).abs().max() < 1e-5
+    unconstrained = policy.score(batch)
+    updated = policy.update(part_of(batch, unconstrained, unconstrained.routes), GRPO)
+    assert (updated.logprobs - unconstrained.logprobs).abs().max() < 1e-5
     moved = {name for name, w in policy.weights() if not torch.equal(w, before[name])}
     assert moved and moved <= {n for n, p in model.named_parameters() if p.requires_grad}
     mine = model.state_dict()

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from moe_rl.errors import Diverged, NotFinite, RoutingError
 from moe_rl.routing import record_routing, replay_routing
-from moe_rl.routing.sites import find_sites, mixes_packed_rows, router_matrices
+from moe_rl.routing.moe_layers import find_moe_layers, mixes_packed_rows, router_matrices
 from tests.conftest import FAMILIES, build, perturb
 from tests.routing import families
 from tests.routing.test_hooks import record
@@ -139,11 +139,11 @@ def test_families_that_mix_packed_rows_whatever_their_inputs_are_known(family):
 def test_a_router_without_finite_scores_has_no_routes(family, value):
     """At its layer for the real tokens, and at those after it, which read what it made."""
     model, tokens = build(family), torch.arange(3, 21).view(2, 9)
-    site = find_sites(model)[1]
-    router_matrices(site)[0].data.fill_(value)
+    moe_layer = find_moe_layers(model)[1]
+    router_matrices(moe_layer)[0].data.fill_(value)
     with torch.no_grad(), record_routing(model) as recording:
         model(tokens)
-    with pytest.raises(NotFinite, match=f"{site.site.name}: .* 18 tokens") as error:
+    with pytest.raises(NotFinite, match=f"{moe_layer.moe_layer.name}: .* 18 tokens") as error:
         recording.trace(tokens)
     assert isinstance(error.value, Diverged), "in a run it is a result"
     unknown = recording.take() == recording.layout.unknown

@@ -15,8 +15,8 @@ from moe_rl.objectives import objective_of
 from moe_rl.registry import Component, lookup
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.intercept import hooked
+from moe_rl.routing.moe_layers import find_moe_layers, router_parameters
 from moe_rl.routing.selection import kept
-from moe_rl.routing.sites import find_sites, router_parameters
 from moe_rl.routing.sources import SOURCES, by_layer, by_margin, by_probability, old_policy, recall, rollout, soft
 from tests.conftest import FAMILIES, build, perturb
 from tests.policies.test_hf import make_batch, policy_of
@@ -29,9 +29,9 @@ GRPO = objective_of(Arm(name="grpo"))
 def scored(family="qwen3_moe", **settings):
     """A policy that has moved since it scored the batch, and that scoring."""
     policy, batch = policy_of(build(family), **settings), make_batch()
-    natural = policy.score(batch, scores=True)
+    unconstrained = policy.score(batch, scores=True)
     perturb(policy.model, 0.3)
-    return policy, batch, natural
+    return policy, batch, unconstrained
 
 
 @pytest.fixture(scope="module")
@@ -41,59 +41,61 @@ def step():
 
 # ---------------------------------------------------------------------- in part
 def test_layers_are_chosen_by_number_end_or_share(step):
-    _, batch, natural = step
-    routes, whole = natural.routes, natural.routes.known.any((0, 1))
+    _, batch, unconstrained = step
+    routes, whole = unconstrained.routes, unconstrained.routes.known.any((0, 1))
 
-    def sites(**options):
-        found = by_layer(batch, natural, **options)
+    def moe_layers(**options):
+        found = by_layer(batch, unconstrained, **options)
         if found is None:
             return []
-        for s in range(3):  # a site is replayed as a whole or not at all
+        for s in range(3):  # an MoE layer is replayed as a whole or not at all
             assert torch.equal(found.known[:, :, s], routes.known[:, :, s] & found.known[:, :, s].any())
         return found.known.any((0, 1)).nonzero()[:, 0].tolist()
 
     assert whole.all() and len(whole) == 3
-    assert sites(first=2) == [0, 1] and sites(last=1) == [2] and sites(sites=[0, 2]) == [0, 2]
-    assert sites(first=9) == sites(last=9) == sites(share=1.0) == [0, 1, 2]
-    assert sites(share=0.34) == [2] and sites(share=0.67) == [1, 2]
-    assert sites(first=0) == sites(last=0) == sites(sites=[]) == sites(share=0.0) == []
-    assert by_layer(batch, natural, first=3) == routes
+    assert moe_layers(first=2) == [0, 1] and moe_layers(last=1) == [2] and moe_layers(moe_layers=[0, 2]) == [0, 2]
+    assert moe_layers(first=9) == moe_layers(last=9) == moe_layers(share=1.0) == [0, 1, 2]
+    assert moe_layers(share=0.34) == [2] and moe_layers(share=0.67) == [1, 2]
+    assert moe_layers(first=0) == moe_layers(last=0) == moe_layers(moe_layers=[]) == moe_layers(share=0.0) == []
+    assert by_layer(batch, unconstrained, first=3) == routes
 
 
 def test_a_share_of_layers_loses_none_to_rounding(step):
     """100 · 0.29 is 28.999… in binary."""
-    _, batch, natural = step
-    wide = replace(natural.routes.layout, sites=natural.routes.layout.sites[:1] * 100)
-    experts = natural.routes.experts[:, :, :1].expand(-1, -1, 100, -1)
-    routes = replace(natural.routes, experts=experts, layout=wide)
+    _, batch, unconstrained = step
+    wide = replace(unconstrained.routes.layout, moe_layers=unconstrained.routes.layout.moe_layers[:1] * 100)
+    experts = unconstrained.routes.experts[:, :, :1].expand(-1, -1, 100, -1)
+    routes = replace(unconstrained.routes, experts=experts, layout=wide)
     for hundredths in (29, 57, 58):
-        found = by_layer(batch, replace(natural, routes=routes), share=hundredths / 100)
+        found = by_layer(batch, replace(unconstrained, routes=routes), share=hundredths / 100)
         assert int(found.known.any((0, 1)).sum()) == hundredths
 
 
 def test_pairs_are_chosen_by_margin_or_probability(step):
-    _, batch, natural = step
-    routes, scores = natural.routes, natural.scores
+    _, batch, unconstrained = step
+    routes, scores = unconstrained.routes, unconstrained.scores
     bound = scores.margins[routes.known].median().item()
-    found = by_margin(batch, natural, below=bound)
+    found = by_margin(batch, unconstrained, below=bound)
     assert torch.equal(found.known, routes.known & (scores.margins < bound))
     assert torch.equal(found.experts[found.known], routes.experts[found.known])
     mass = torch.stack([p.exp() for p in scores.all_log_probs], 2).gather(-1, routes.ids().clamp(min=0)).sum(-1)
-    found = by_probability(batch, natural, below=0.7)
+    found = by_probability(batch, unconstrained, below=0.7)
     assert torch.equal(found.known, routes.known & (mass < 0.7)) and 0 < found.known.sum() < routes.known.sum()
-    assert by_margin(batch, natural, below=torch.inf) is by_probability(batch, natural, below=1.1) is routes
-    assert by_margin(batch, natural, below=0.0) is by_probability(batch, natural, below=0.0) is None
+    assert by_margin(batch, unconstrained, below=torch.inf) is by_probability(batch, unconstrained, below=1.1) is routes
+    assert by_margin(batch, unconstrained, below=0.0) is by_probability(batch, unconstrained, below=0.0) is None
 
 
 def test_a_part_may_be_of_the_engines_routes(step):
-    _, batch, natural = step
-    engine = replace(natural.routes, experts=natural.routes.experts.flip(-1))
+    _, batch, unconstrained = step
+    engine = replace(unconstrained.routes, experts=unconstrained.routes.experts.flip(-1))
     sampled = replace(batch, rollout_routes=engine)
-    assert by_layer(sampled, natural, first=1, base="rollout") == engine.only(torch.tensor([[[True, False, False]]]))
-    assert by_margin(sampled, natural, below=torch.inf, base="rollout") is engine
-    assert soft(sampled, natural, ratio=0.5, base="rollout") == replace(engine, keep=0.5)
+    assert by_layer(sampled, unconstrained, first=1, base="rollout") == engine.only(
+        torch.tensor([[[True, False, False]]])
+    )
+    assert by_margin(sampled, unconstrained, below=torch.inf, base="rollout") is engine
+    assert soft(sampled, unconstrained, ratio=0.5, base="rollout") == replace(engine, keep=0.5)
     with pytest.raises(RoutingError, match="rollout"):
-        soft(batch, natural, ratio=0.5, base="rollout")
+        soft(batch, unconstrained, ratio=0.5, base="rollout")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_part_may_be_of_the_engines_routes(step):
     [
         (by_layer, {}, "exactly one"),
         (by_layer, {"first": 1, "last": 1}, "exactly one"),
-        (by_layer, {"sites": [3]}, "3 MoE layers"),
+        (by_layer, {"moe_layers": [3]}, "3 MoE layers"),
         (by_layer, {"first": -1}, "first=-1"),
         (by_layer, {"share": 1.5}, "share=1.5"),
         (by_layer, {"first": 1, "base": "live"}, "base='live'"),
@@ -149,17 +151,17 @@ def test_soft_replay_is_its_rule_in_every_family(family, share):
     """On the scores each router chooses by in that forward; softmax of logits where it chooses by these."""
     if family in ("deepseek_v3", "glm4_moe") and families.older_than("5.6"):
         pytest.skip("experts of closed groups may be chosen there")
-    policy, batch, natural = scored(family)
+    policy, batch, unconstrained = scored(family)
     seen = []
-    sites = find_sites(policy.model)
-    with hooked(sites, "listeners", lambda site, used, choice, output: seen.append((used, choice))):
-        under = policy.score(batch, soft(batch, natural, ratio=share))
+    moe_layers = find_moe_layers(policy.model)
+    with hooked(moe_layers, "listeners", lambda moe_layer, used, choice, output: seen.append((used, choice))):
+        under = policy.score(batch, soft(batch, unconstrained, ratio=share))
     changed, stayed = 0, 0
     for s, (used, choice) in enumerate(seen):
-        bias = getattr(sites[s].module, "e_score_correction_bias", torch.zeros(1))
+        bias = getattr(moe_layers[s].module, "e_score_correction_bias", torch.zeros(1))
         choice = choice.softmax(-1) if family == "gpt_oss" else choice - bias.min()
         real = batch.attention_mask[:, 1:].flatten()
-        forced = natural.routes.ids()[:, :-1, s].flatten(0, 1)
+        forced = unconstrained.routes.ids()[:, :-1, s].flatten(0, 1)
         for t in real.nonzero()[:, 0].tolist():
             expected = by_hand(forced[t].tolist(), choice[t].tolist(), used.shape[-1], share)
             assert set(used[t].tolist()) == expected, (s, t)
@@ -167,7 +169,7 @@ def test_soft_replay_is_its_rule_in_every_family(family, share):
             changed += expected != set(forced[t].tolist())
             stayed += expected != live
     assert changed and stayed, "the rule must matter"
-    assert not under.routes.same_sets(natural.routes).all()
+    assert not under.routes.same_sets(unconstrained.routes).all()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "axk2", "longcat_flash"])
@@ -178,10 +180,10 @@ def test_a_constant_in_the_bias_does_not_change_what_soft_replay_keeps(family):
         model = families.build(next(f for f in families.FAMILIES if f.model_type == family))
         with torch.no_grad(), record_routing(model) as recording:
             model(tokens := torch.arange(3, 35).view(2, 16))
-        for site in find_sites(model):
+        for moe_layer in find_moe_layers(model):
             bias = next(
                 x
-                for name, x in (*site.reader.named_buffers(), *site.reader.named_parameters())
+                for name, x in (*moe_layer.reader.named_buffers(), *moe_layer.reader.named_parameters())
                 if name.endswith("e_score_correction_bias")
             )
             bias.data += constant
@@ -201,13 +203,13 @@ def test_a_constant_in_the_bias_does_not_change_what_soft_replay_keeps(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_ends_of_soft_replay_are_replay_and_live_routing(family):
-    policy, batch, natural = scored(family)
-    assert soft(batch, natural, ratio=0.0) is natural.routes
-    hard = policy.score(batch, natural.routes)
-    least = policy.score(batch, soft(batch, natural, ratio=1e-9))
+    policy, batch, unconstrained = scored(family)
+    assert soft(batch, unconstrained, ratio=0.0) is unconstrained.routes
+    hard = policy.score(batch, unconstrained.routes)
+    least = policy.score(batch, soft(batch, unconstrained, ratio=1e-9))
     if family != "deepseek_v3" and family != "glm4_moe":  # there an expert of a closed group has no score at all
         assert torch.equal(least.logprobs, hard.logprobs) and least.routes == hard.routes
-    live, most = policy.score(batch), policy.score(batch, soft(batch, natural, ratio=1.0))
+    live, most = policy.score(batch), policy.score(batch, soft(batch, unconstrained, ratio=1.0))
     assert live.routes.same_sets(most.routes)[live.routes.known].all()
     torch.testing.assert_close(most.logprobs, live.logprobs, atol=1e-5, rtol=1e-5)
     assert not live.routes.same_sets(hard.routes)[live.routes.known].all()
@@ -215,8 +217,8 @@ def test_the_ends_of_soft_replay_are_replay_and_live_routing(family):
 
 def test_both_sides_of_a_soft_ratio_are_equal_at_equal_weights():
     policy, batch = policy_of(build("qwen3_moe")), make_batch()
-    natural = policy.score(batch)
-    routes = soft(batch, natural, ratio=0.7)
+    unconstrained = policy.score(batch)
+    routes = soft(batch, unconstrained, ratio=0.7)
     old = policy.score(batch, routes)
     part = GRPO.attach_weights(replace(batch, old_logprobs=old.logprobs, routes=routes))
     updated = policy.update(part.rows(torch.tensor([3, 1, 8])), GRPO)
@@ -229,9 +231,9 @@ def test_both_sides_of_a_soft_ratio_are_equal_at_equal_weights():
 def test_checkpointed_layers_are_recomputed_with_what_their_forward_used(family, mode, rule):
     found = []
     for checkpointing in (False, mode):
-        policy, batch, natural = scored(family, activation_checkpointing=checkpointing, micro_batch=5)
-        routes = soft(batch, natural, ratio=0.6) if rule == "soft" else recall(batch, natural)
-        part = GRPO.attach_weights(replace(batch, old_logprobs=natural.logprobs, routes=routes))
+        policy, batch, unconstrained = scored(family, activation_checkpointing=checkpointing, micro_batch=5)
+        routes = soft(batch, unconstrained, ratio=0.6) if rule == "soft" else recall(batch, unconstrained)
+        part = GRPO.attach_weights(replace(batch, old_logprobs=unconstrained.logprobs, routes=routes))
         found.append(policy.gradient(part, GRPO))
     assert torch.equal(*found) and found[0].abs().max() > 1e-4
 
@@ -239,8 +241,8 @@ def test_checkpointed_layers_are_recomputed_with_what_their_forward_used(family,
 # ---------------------------------------------------------------------- with combine weights
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recalled_weights_reach_the_experts_and_no_gradient_the_router(family):
-    policy, batch, natural = scored(family)
-    routes = recall(batch, natural)
+    policy, batch, unconstrained = scored(family)
+    routes = recall(batch, unconstrained)
     under = policy.score(batch, routes, scores=True)
     known = routes.known
     seen = []
@@ -251,12 +253,12 @@ def test_recalled_weights_reach_the_experts_and_no_gradient_the_router(family):
         handle.remove()
     for s, (ids, gates) in enumerate(seen):
         at = known[:, :-1, s].flatten()
-        assert torch.equal(ids[at], natural.routes.ids()[:, :-1, s].flatten(0, 1)[at])
-        assert torch.equal(gates[at].float(), natural.scores.gates[:, :-1, s].flatten(0, 1)[at])
+        assert torch.equal(ids[at], unconstrained.routes.ids()[:, :-1, s].flatten(0, 1)[at])
+        assert torch.equal(gates[at].float(), unconstrained.scores.gates[:, :-1, s].flatten(0, 1)[at])
     assert len(seen) == known.shape[2]
-    hard = policy.score(batch, natural.routes)
+    hard = policy.score(batch, unconstrained.routes)
     assert under.routes == hard.routes and not torch.equal(under.logprobs, hard.logprobs)
-    part = GRPO.attach_weights(replace(batch, old_logprobs=natural.logprobs, routes=routes))
+    part = GRPO.attach_weights(replace(batch, old_logprobs=unconstrained.logprobs, routes=routes))
     routers = {id(p) for p in router_parameters(policy.model)}
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
     updated = policy.update(part, GRPO)
@@ -268,8 +270,8 @@ def test_recalled_weights_reach_the_experts_and_no_gradient_the_router(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_old_weights_recall_is_replay_value_for_value(family):
     policy, batch = policy_of(build(family)), make_batch()
-    natural = policy.score(batch, scores=True)
-    forced = [policy.score(batch, source(batch, natural)).logprobs for source in (recall, old_policy)]
+    unconstrained = policy.score(batch, scores=True)
+    forced = [policy.score(batch, source(batch, unconstrained)).logprobs for source in (recall, old_policy)]
     assert torch.equal(*forced)
 
 
@@ -280,7 +282,7 @@ def test_a_family_that_hands_out_something_else_cannot_recall(kind):
     with torch.no_grad(), record_routing(model) as recording:
         model(tokens)
     trace = recording.trace(tokens)
-    name = type(find_sites(model)[0].module).__name__
+    name = type(find_moe_layers(model)[0].module).__name__
     with (
         pytest.raises(RoutingError, match=rf"\({name}\).*cannot be replayed"),
         torch.no_grad(),
@@ -293,22 +295,25 @@ def test_a_family_that_hands_out_something_else_cannot_recall(kind):
 def test_the_engines_weights_are_recalled_from_what_it_sent(family):
     """Ids and weights as prime-rl packs them, through the decoder, are those of the forward that made them."""
     policy, batch = policy_of(build(family)), make_batch()
-    natural = policy.score(batch, scores=True)
-    layout, rows = natural.routes.layout, []
+    unconstrained = policy.score(batch, scores=True)
+    layout, rows = unconstrained.routes.layout, []
     for b, row in enumerate(batch.tokens):
         n = int(batch.attention_mask[b].sum())
-        ids, bits = natural.routes.ids()[b, : n - 1], natural.scores.gates[b, : n - 1].float().view(torch.int32)
+        ids, bits = (
+            unconstrained.routes.ids()[b, : n - 1],
+            unconstrained.scores.gates[b, : n - 1].float().view(torch.int32),
+        )
         rows.append(decode_routes(torch.cat([ids.int(), bits], -1), layout=layout, tokens=row[:n].tolist()))
     engine = RoutingTrace.cat(rows, batch.tokens, batch.attention_mask)
     sampled = replace(batch, rollout_routes=engine)
     perturb(policy.model, scale=0.3)
     under = [
         policy.score(batch, routes).logprobs
-        for routes in (recall(sampled, natural, base="rollout"), recall(batch, natural))
+        for routes in (recall(sampled, unconstrained, base="rollout"), recall(batch, unconstrained))
     ]
-    assert torch.equal(*under) and not torch.equal(under[0], policy.score(batch, natural.routes).logprobs)
+    assert torch.equal(*under) and not torch.equal(under[0], policy.score(batch, unconstrained.routes).logprobs)
     with pytest.raises(RoutingError, match="recall"):
-        recall(replace(batch, rollout_routes=natural.routes), natural, base="rollout")
+        recall(replace(batch, rollout_routes=unconstrained.routes), unconstrained, base="rollout")
     with pytest.raises(ConfigError, match="base='live'"):
         lookup("route source", Component("recall", base="live"), SOURCES)
 
@@ -337,5 +342,5 @@ def test_rules_and_weights_travel_with_a_trace(tmp_path):
 
 
 def test_rollout_is_a_base(step):
-    _, batch, natural = step
-    assert rollout(replace(batch, rollout_routes=natural.routes), natural) is natural.routes
+    _, batch, unconstrained = step
+    assert rollout(replace(batch, rollout_routes=unconstrained.routes), unconstrained) is unconstrained.routes

@@ -14,7 +14,7 @@ from moe_rl.objectives import objective_of
 from moe_rl.registry import Component
 from moe_rl.routing import record_routing
 from moe_rl.routing.inputs import RouterInputs, load_of, shares, token_weights
-from moe_rl.routing.sites import find_sites, router_parameters
+from moe_rl.routing.moe_layers import find_moe_layers, router_parameters
 from moe_rl.routing.sources import random_sets
 from tests.conftest import FAMILIES, build, perturb
 from tests.policies.test_hf import make_batch, policy_of
@@ -74,7 +74,7 @@ def test_at_a_token_stands_what_routed_its_predecessor(family):
             ),
             logits,
         )
-        handles = [site.module.register_forward_hook(keep) for site in find_sites(policy.model)]
+        handles = [moe_layer.module.register_forward_hook(keep) for moe_layer in find_moe_layers(policy.model)]
         with torch.no_grad(), record_routing(policy.model) as recording:
             policy.model(row)
         for handle in handles:
@@ -111,11 +111,11 @@ def test_a_cut_load_is_that_of_the_whole_and_of_its_parts():
     (whole,), _ = seen(policy, part)
     assert len(cut) == 3 and whole.load is None
     sums = {
-        kind: [sum(sites) for sites in zip(*(replace(c, load=None).loads()[kind] for c in cut), strict=True)]
+        kind: [sum(moe_layers) for moe_layers in zip(*(replace(c, load=None).loads()[kind] for c in cut), strict=True)]
         for kind in ("preferred", "used")
     }
-    for kind, sites in whole.loads().items():
-        for mine, parts, given in zip(sites, sums[kind], cut[0].load[kind], strict=True):
+    for kind, moe_layers in whole.loads().items():
+        for mine, parts, given in zip(moe_layers, sums[kind], cut[0].load[kind], strict=True):
             torch.testing.assert_close(parts, mine)
             torch.testing.assert_close(given, mine)
             assert mine.sum() == pytest.approx(1)
@@ -184,8 +184,8 @@ def test_preferred_are_the_live_choices_under_replay():
     (router,), _ = seen(policy, mini_batch(batch, old, forced))
     assert torch.equal(router.used[:, 1:], forced.ids()[:, :-1])
     real = router.weights > 0
-    natural = torch.stack([logits[real].topk(2).indices for logits in router.logits], 1)
-    assert torch.equal(router.preferred[real].sort(-1).values, natural.sort(-1).values)
+    unconstrained = torch.stack([logits[real].topk(2).indices for logits in router.logits], 1)
+    assert torch.equal(router.preferred[real].sort(-1).values, unconstrained.sort(-1).values)
     assert not torch.equal(router.preferred, router.used)
 
 
@@ -229,7 +229,7 @@ def test_a_family_without_logits_is_refused_by_name():
 def test_a_router_that_hands_out_probabilities_has_logits_too():
     """Those of which it makes them, by the matrix that it multiplies what its projection reads with, with gradient."""
     gemma = families.build(next(f for f in families.FAMILIES if f.model_type == "gemma4_text"))
-    router, read = find_sites(gemma)[0].module, []
+    router, read = find_moe_layers(gemma)[0].module, []
     router.proj.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
     with record_routing(gemma, logits=True) as recording:
         gemma(torch.randint(3, 39, (2, 5)))

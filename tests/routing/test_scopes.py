@@ -148,7 +148,7 @@ def test_a_model_in_a_scope_refuses_to_be_copied(qwen, tokens):
 # ---------------------------------------------------------------------- memory
 def test_a_replay_keeps_ids_and_no_scores(moved, tokens):
     model, trace, _ = moved
-    experts = trace.layout.sites[0].num_experts
+    experts = trace.layout.moe_layers[0].num_experts
 
     def scores():
         gc.collect()
@@ -194,9 +194,12 @@ def test_a_micro_batch_without_a_known_route_routes_freely_within_a_batch_that_h
 def test_a_whole_trace_that_knows_nothing_is_refused_everywhere():
     batch = make_batch()
     policy = policy_of(build("qwen3_moe"))
-    natural = policy.score(batch)
-    routes = holed(random_sets(batch, natural), rows=())
-    for use in (lambda: policy.score(batch, routes), lambda: policy.update(part_of(batch, natural, routes), GRPO)):
+    unconstrained = policy.score(batch)
+    routes = holed(random_sets(batch, unconstrained), rows=())
+    for use in (
+        lambda: policy.score(batch, routes),
+        lambda: policy.update(part_of(batch, unconstrained, routes), GRPO),
+    ):
         with pytest.raises(RoutingError, match="no known routing"):
             use()
     with pytest.raises(RoutingError, match="no known routing"), replay_routing(policy.model, routes):
@@ -333,7 +336,7 @@ def test_checkpointing_that_is_switched_on_inside_a_scope_is_seen(moved, tokens)
 # ---------------------------------------------------------------------- threads
 def test_a_scope_is_of_the_thread_that_opened_it(moved, tokens):
     model, trace, other = moved
-    natural, logits = record(model, tokens)
+    unconstrained, logits = record(model, tokens)
 
     def elsewhere(scope):
         """What another thread sees that opens a scope of its own, or none."""
@@ -351,7 +354,7 @@ def test_a_scope_is_of_the_thread_that_opened_it(moved, tokens):
     with torch.no_grad(), replay_routing(model, trace), record_routing(model) as recording:
         model(tokens)
         assert torch.equal(elsewhere(nullcontext), logits)
-        assert elsewhere(lambda: record_routing(model)).trace(tokens) == natural
+        assert elsewhere(lambda: record_routing(model)).trace(tokens) == unconstrained
         assert elsewhere(lambda: replay_routing(model, other)).preferred != trace
     assert recording.trace(tokens) == trace
 

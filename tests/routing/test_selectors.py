@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_rl.errors import RoutingError
 from moe_rl.routing import record_routing, replay_routing
 from moe_rl.routing.intercept import in_order
-from moe_rl.routing.sites import find_sites, router_matrices, router_parameters
+from moe_rl.routing.moe_layers import find_moe_layers, router_matrices, router_parameters
 
 
 class Experts(nn.Module):
@@ -79,17 +79,17 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("block, router", [(Selector, "gate"), (Around, "router")])
-def test_the_site_is_the_router_whose_logits_another_module_takes_the_top_k_of(block, router):
+def test_the_moe_layer_is_the_router_whose_logits_another_module_takes_the_top_k_of(block, router):
     torch.manual_seed(0)
     model, tokens = Model(block), torch.randint(0, 20, (3, 5))
-    sites = find_sites(model)
-    assert [s.site.name for s in sites] == [f"layers.{i}.{router}" for i in (0, 1)]
-    assert all((s.site.num_experts, s.site.top_k) == (10, 2) for s in sites)
+    moe_layers = find_moe_layers(model)
+    assert [s.moe_layer.name for s in moe_layers] == [f"layers.{i}.{router}" for i in (0, 1)]
+    assert all((s.moe_layer.num_experts, s.moe_layer.top_k) == (10, 2) for s in moe_layers)
     matrices = [getattr(layer, router).weight for layer in model.layers]
-    assert [id(m) for s in sites for m in router_matrices(s)] == [id(p) for p in router_parameters(model)]
+    assert [id(m) for s in moe_layers for m in router_matrices(s)] == [id(p) for p in router_parameters(model)]
     assert {id(m) for m in matrices} == {id(p) for p in router_parameters(model)}
     with record_routing(model, scores=True, logits=True) as recording:
-        natural = model(tokens)
+        unconstrained = model(tokens)
     trace, scores = recording.trace(tokens), recording.scores(3)
     expected = model.embed(tokens).flatten(0, 1) @ matrices[0].T
     torch.testing.assert_close(recording.logits(3)[0].flatten(0, 1), expected)
@@ -99,12 +99,12 @@ def test_the_site_is_the_router_whose_logits_another_module_takes_the_top_k_of(b
     other = replace(trace, experts=9 - trace.experts, gates=scores.gates * 0.5)
     with torch.no_grad(), replay_routing(model, other):
         forced = model(tokens)
-        for site, layer in enumerate(model.layers):
+        for moe_layer, layer in enumerate(model.layers):
             ids, weights = layer.experts.given
-            assert torch.equal(ids, 9 - trace.ids()[:, :, site].flatten(0, 1))
-            assert torch.equal(weights, scores.gates[:, :, site].flatten(0, 1) * 0.5)
-    assert not torch.equal(forced, natural)
-    assert not any("route_tokens_to_experts" in vars(s.selector) for s in sites)
+            assert torch.equal(ids, 9 - trace.ids()[:, :, moe_layer].flatten(0, 1))
+            assert torch.equal(weights, scores.gates[:, :, moe_layer].flatten(0, 1) * 0.5)
+    assert not torch.equal(forced, unconstrained)
+    assert not any("route_tokens_to_experts" in vars(s.selector) for s in moe_layers)
 
 
 def test_a_selector_without_a_router_is_refused():
@@ -112,7 +112,7 @@ def test_a_selector_without_a_router_is_refused():
     for layer in model.layers:
         layer.shared, layer.gate, layer.classifier = nn.Identity(), None, layer.gate
     with pytest.raises(RoutingError, match="gate or router"):
-        find_sites(model)
+        find_moe_layers(model)
 
 
 def test_what_a_router_hands_out_is_put_in_order_and_back():

@@ -59,57 +59,61 @@ def test_live_replays_nothing_and_old_policy_its_own_routes(step):
 
 
 def test_shuffled_routes_come_from_another_prompt_at_the_same_position(step):
-    batch, natural = step
-    forced = shuffled(batch, natural)
+    batch, unconstrained = step
+    forced = shuffled(batch, unconstrained)
     for b in range(6):
         donors = [
             d
             for d in range(6)
             if batch.prompt_index[d] != batch.prompt_index[b]
-            and torch.equal(forced.known[b], natural.routes.known[d] & natural.routes.attention_mask[b, :, None])
-            and torch.equal(forced.experts[b][forced.known[b]], natural.routes.experts[d][forced.known[b]])
+            and torch.equal(
+                forced.known[b], unconstrained.routes.known[d] & unconstrained.routes.attention_mask[b, :, None]
+            )
+            and torch.equal(forced.experts[b][forced.known[b]], unconstrained.routes.experts[d][forced.known[b]])
         ]
         assert donors, b
-    assert torch.equal(forced.tokens, natural.routes.tokens), "replay checks tokens: the trace speaks of these rows"
+    assert torch.equal(forced.tokens, unconstrained.routes.tokens), (
+        "replay checks tokens: the trace speaks of these rows"
+    )
 
 
 def test_shuffled_needs_two_prompts(step):
-    batch, natural = step
+    batch, unconstrained = step
     with pytest.raises(RoutingError, match="only one"):
-        shuffled(batch.rows(slice(0, 2)), natural.rows(slice(0, 2), 5))
+        shuffled(batch.rows(slice(0, 2)), unconstrained.rows(slice(0, 2), 5))
 
 
 def test_random_sets_are_valid_routes_wherever_routes_are_known(step):
-    batch, natural = step
-    forced = random_sets(batch, natural)
+    batch, unconstrained = step
+    forced = random_sets(batch, unconstrained)
     RoutingTrace.from_ids(forced.ids(), forced.layout)  # distinct and in range, or it raises
-    assert torch.equal(forced.known, natural.routes.known)
-    assert random_sets(batch, natural) == forced
-    assert random_sets(batch, natural, seed=1) != forced
+    assert torch.equal(forced.known, unconstrained.routes.known)
+    assert random_sets(batch, unconstrained) == forced
+    assert random_sets(batch, unconstrained, seed=1) != forced
 
 
 def test_a_dose_of_replay_keeps_a_share_of_the_routes_and_frees_the_rest(step):
-    batch, natural = step
-    known = natural.routes.known
-    assert random_share(batch, natural, share=1.0) == natural.routes
-    half = random_share(batch, natural, share=0.5)
+    batch, unconstrained = step
+    known = unconstrained.routes.known
+    assert random_share(batch, unconstrained, share=1.0) == unconstrained.routes
+    half = random_share(batch, unconstrained, share=0.5)
     assert 0.3 < half.known.sum() / known.sum() < 0.7
-    assert torch.equal(half.experts[half.known], natural.routes.experts[half.known])
-    assert random_share(batch, natural, share=0.5) == half
+    assert torch.equal(half.experts[half.known], unconstrained.routes.experts[half.known])
+    assert random_share(batch, unconstrained, share=0.5) == half
 
 
 def test_false_flips_exchange_one_expert_where_margins_are_smallest(step):
-    batch, natural = step
-    routes = natural.routes
-    experts = routes.layout.sites[0].num_experts
+    batch, unconstrained = step
+    routes = unconstrained.routes
+    experts = routes.layout.moe_layers[0].num_experts
     generator = torch.Generator().manual_seed(0)
     margins = torch.rand(*routes.shape[:3], generator=generator)
     log_probs = tuple(
-        torch.randn(*routes.shape[:2], experts, generator=generator).log_softmax(-1) for _ in routes.layout.sites
+        torch.randn(*routes.shape[:2], experts, generator=generator).log_softmax(-1) for _ in routes.layout.moe_layers
     )
     unused = torch.zeros(routes.shape)
-    natural = replace(natural, scores=RouterScores(routes.ids(), unused, unused, margins, log_probs))
-    forced = false_flips(batch, natural, share=0.3)
+    unconstrained = replace(unconstrained, scores=RouterScores(routes.ids(), unused, unused, margins, log_probs))
+    forced = false_flips(batch, unconstrained, share=0.3)
     RoutingTrace.from_ids(forced.ids(), forced.layout)  # distinct and in range, or it raises
     flipped = routes.known & ~forced.same_sets(routes)
     assert flipped.sum() == int(0.3 * routes.known.sum())
@@ -120,16 +124,16 @@ def test_false_flips_exchange_one_expert_where_margins_are_smallest(step):
         assert len(left) == len(entered) == 1
         assert score[left.pop()] == min(score[e] for e in old)
         assert score[entered.pop()] == max(score[e] for e in range(experts) if e not in old)
-    assert false_flips(batch, natural, share=0.0) == routes
+    assert false_flips(batch, unconstrained, share=0.0) == routes
     assert needs_of(partial(false_flips, share=0.1)) == {"scores"} and not needs_of(old_policy)
 
 
 def test_a_dose_of_nothing_is_live_routing_and_a_full_one_is_the_old_policys(step):
-    batch, natural = step
-    assert random_share(batch, natural, share=0) is None
-    assert random_share(batch, natural, share=1) is natural.routes
-    assert random_share(batch, natural, share=1e-9) is None, "a draw that hits no pair is no dose either"
-    assert false_flips(batch, natural, share=0) is natural.routes
+    batch, unconstrained = step
+    assert random_share(batch, unconstrained, share=0) is None
+    assert random_share(batch, unconstrained, share=1) is unconstrained.routes
+    assert random_share(batch, unconstrained, share=1e-9) is None, "a draw that hits no pair is no dose either"
+    assert false_flips(batch, unconstrained, share=0) is unconstrained.routes
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
@@ -162,11 +166,11 @@ def test_the_ends_of_the_dose_are_the_arms_without_and_with_replay(tmp_path, noi
 
 def test_routes_under_noise_are_those_of_moved_routers_the_same_all_step_and_its_ratios_start_at_one(tmp_path):
     policy, batch = policy_of(build("qwen3_moe")), make_batch()
-    natural = policy.score(batch)
-    found = under_noise(batch, natural, policy.score, sigma=1.0)
-    assert found != natural.routes and under_noise(batch, natural, policy.score, sigma=1.0) == found
-    assert under_noise(batch, natural, policy.score, sigma=1.0, seed=1) != found
-    assert under_noise(batch, natural, policy.score, sigma=0.0) is natural.routes
+    unconstrained = policy.score(batch)
+    found = under_noise(batch, unconstrained, policy.score, sigma=1.0)
+    assert found != unconstrained.routes and under_noise(batch, unconstrained, policy.score, sigma=1.0) == found
+    assert under_noise(batch, unconstrained, policy.score, sigma=1.0, seed=1) != found
+    assert under_noise(batch, unconstrained, policy.score, sigma=0.0) is unconstrained.routes
     with pytest.raises(ConfigError, match="sigma=-1"):
         lookup("route source", Component("under_noise", sigma=-1.0), SOURCES)
     arm = Arm(name="wrong", routes=Component("under_noise", sigma=1.0))

@@ -11,20 +11,20 @@ import torch
 from safetensors.torch import save_file
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace
 
 
-def layout(experts=8, k=2, sites=3):
-    return Layout(tuple(Site(f"layers.{i}.gate", i, experts, k) for i in range(sites)), "tiny-0")
+def layout(experts=8, k=2, moe_layers=3):
+    return Layout(tuple(MoeLayer(f"layers.{i}.gate", i, experts, k) for i in range(moe_layers)), "tiny-0")
 
 
 def random_trace(batch=3, time=5, seed=0, lengths=None, **kwargs):
     """Routes of right-padded rows, unknown at padding."""
     shape = layout(**kwargs)
     generator = torch.Generator().manual_seed(seed)
-    site = shape.sites[0]
-    order = torch.rand(batch, time, len(shape.sites), site.num_experts, generator=generator).argsort(-1)
-    ids = order[..., : site.top_k]
+    moe_layer = shape.moe_layers[0]
+    order = torch.rand(batch, time, len(shape.moe_layers), moe_layer.num_experts, generator=generator).argsort(-1)
+    ids = order[..., : moe_layer.top_k]
     mask = torch.arange(time)[None] < torch.tensor(lengths or [time] * batch)[:, None]
     ids[~mask] = -1
     tokens = torch.randint(0, 99, (batch, time), generator=generator) * mask
@@ -43,7 +43,7 @@ def test_an_id_takes_one_byte_up_to_255_experts(experts, dtype):
 
 def test_the_largest_id_is_not_mistaken_for_unknown():
     ids = torch.tensor([[[[254, 0]]]])
-    trace = RoutingTrace.from_ids(ids, layout(experts=255, sites=1))
+    trace = RoutingTrace.from_ids(ids, layout(experts=255, moe_layers=1))
     assert trace.known.all() and torch.equal(trace.ids(), ids)
 
 
@@ -66,7 +66,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path, lengths, experts):
     assert back == trace and back.weight_version == "step 3" and torch.equal(back.tokens, trace.tokens)
 
 
-def test_a_file_holds_known_tokens_times_sites_times_k_bytes(tmp_path):
+def test_a_file_holds_known_tokens_times_moe_layers_times_k_bytes(tmp_path):
     trace = random_trace(batch=50, time=200, lengths=[20] * 50)
     trace.save(tmp_path / "t.safetensors")
     routes, tokens, mask = 50 * 20 * 3 * 2, 50 * 20 * 4, 50 * 200
@@ -127,9 +127,9 @@ def test_impossible_ids_are_refused(ids, says):
     assert "row 1, token 2" in str(error.value)
 
 
-def test_a_wrong_number_of_sites_is_refused():
-    with pytest.raises(RoutingError, match="expected .* 4 sites"):
-        RoutingTrace.from_ids(random_trace().ids(), layout(sites=4))
+def test_a_wrong_number_of_moe_layers_is_refused():
+    with pytest.raises(RoutingError, match="expected .* 4 MoE layers"):
+        RoutingTrace.from_ids(random_trace().ids(), layout(moe_layers=4))
 
 
 def test_equality_is_ordered_and_same_sets_is_not():
@@ -166,8 +166,8 @@ def test_stacked_rows_are_unknown_past_their_end_and_checked_against_the_tokens(
         RoutingTrace.cat(pieces, rows.tokens + 1, rows.attention_mask)
 
 
-def test_sites_with_fewer_experts_per_token_leave_slots_unknown():
-    shape = Layout((Site("a", 0, 4, 1), Site("b", 1, 8, 2)), "mixed")
+def test_moe_layers_with_fewer_experts_per_token_leave_slots_unknown():
+    shape = Layout((MoeLayer("a", 0, 4, 1), MoeLayer("b", 1, 8, 2)), "mixed")
     ids = torch.tensor([[[[3, -1], [5, 0]]]])
     trace = RoutingTrace.from_ids(ids, shape)
     assert trace.known.all() and torch.equal(trace.ids(), ids)
@@ -226,15 +226,15 @@ def test_micro_batches_of_two_weight_versions_or_layouts_are_refused():
         RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask)
     mixed = RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask, mixed=True)
     assert mixed == rows and mixed.weight_version is None
-    other = random_trace(batch=1, sites=2)
+    other = random_trace(batch=1, moe_layers=2)
     with pytest.raises(RoutingError, match="another model"):
         RoutingTrace.cat([rows.rows(slice(0, 1)), other], rows.tokens, rows.attention_mask)
 
 
 # ---------------------------------------------------------------------- agreement
 def test_agreement_counts_pairs_whose_route_both_know():
-    """By hand: of 2 rows of 3 tokens and 1 site, one is padding, one unknown here and one there; 2 of 3 agree."""
-    shape = layout(sites=1)
+    """By hand: of 2 rows of 3 tokens and 1 MoE layer, one is padding, one unknown here and one there; 2 of 3 agree."""
+    shape = layout(moe_layers=1)
     mask = torch.tensor([[True, True, True], [True, True, False]])
     here = torch.tensor([[[0, 1], [2, 3], [4, 5]], [[-1, -1], [6, 7], [0, 1]]])[:, :, None]
     there = torch.tensor([[[1, 0], [2, 4], [-1, -1]], [[0, 1], [7, 6], [0, 1]]])[:, :, None]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from moe_rl.errors import RoutingError
-from moe_rl.routing import Layout, RoutingTrace, Site
+from moe_rl.routing import Layout, MoeLayer, RoutingTrace
 from tests.routing.test_trace import random_trace
 
 quick = settings(deadline=None, max_examples=15)
@@ -83,7 +83,7 @@ def test_parts_of_other_tokens_or_models_cannot_be_spliced():
     with pytest.raises(RoutingError, match="trace 1 is of other tokens"):
         RoutingTrace.splice([old, called(tokens + 1, 0, 9, "3", 0)], tokens)
     with pytest.raises(RoutingError, match="another model"):
-        RoutingTrace.splice([old, random_trace(batch=1, time=5, sites=2)], tokens)
+        RoutingTrace.splice([old, random_trace(batch=1, time=5, moe_layers=2)], tokens)
     with pytest.raises(RoutingError, match="no traces to join"):
         RoutingTrace.splice([], tokens)
 
@@ -105,8 +105,8 @@ def test_weights_holes_and_further_tensors_come_back_from_a_file(tmp_path, exper
 
 
 @pytest.mark.parametrize("experts", [255, 256, 257])
-def test_sites_that_use_fewer_slots_come_back_as_they_were(tmp_path, experts):
-    layout = Layout((Site("l0", 0, experts, 1), Site("l1", 1, experts, 2)), "x")
+def test_moe_layers_that_use_fewer_slots_come_back_as_they_were(tmp_path, experts):
+    layout = Layout((MoeLayer("l0", 0, experts, 1), MoeLayer("l1", 1, experts, 2)), "x")
     last = experts - 1
     ids = torch.tensor([[[[3, -1], [5, 7]], [[last, -1], [last, 0]], [[-1, -1], [2, last]]]])
     trace = RoutingTrace.from_ids(ids, layout, tokens=torch.tensor([[1, 2, 3]]))

@@ -318,9 +318,10 @@ def test_diff_names_the_first_row_and_column_in_which_runs_part(tmp_path, monkey
     monkeypatch.setattr(fake_study, "fake_step", changed)
     b = train(tmp_path / "b")
     found = diff(a, b)
-    assert (found.table, found.row, found.column) == ("layers", {"step": 5, "site": 3}, "any_change_rate")
+    assert (found.table, found.row, found.column) == ("layers", {"step": 5, "moe_layer": 3}, "any_change_rate")
     assert (
-        found.b == 0.5 and found.a == read_table(a, "layers").query("step == 5 and site == 3")["any_change_rate"].item()
+        found.b == 0.5
+        and found.a == read_table(a, "layers").query("step == 5 and moe_layer == 3")["any_change_rate"].item()
     )
 
 
@@ -377,7 +378,9 @@ def test_rows_that_a_killed_commit_left_count_for_nothing(tmp_path, monkeypatch)
     orphan = path / "tables" / "layers" / "step=000009.parquet"
     orphan.write_bytes(orphan.read_bytes()[:100])
     assert read_table(path, "steps")["step"].tolist() == list(range(1, 7))
-    assert diff(whole, train(tmp_path / "cut")) is None and len(read_table(path, "layers")) == 12 * fake_study.SITES
+    assert (
+        diff(whole, train(tmp_path / "cut")) is None and len(read_table(path, "layers")) == 12 * fake_study.MOE_LAYERS
+    )
 
 
 def test_an_interrupted_extension_shows_what_had_finished_and_ends_as_a_run_of_that_length(tmp_path, monkeypatch):

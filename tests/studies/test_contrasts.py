@@ -147,7 +147,7 @@ def test_conditions_of_another_study_are_joined_under_names_of_their_own():
     mine, other = made_up(old_grpo=0.1), made_up(quiet_grpo=0.2)
     both = joined(mine, other, {"quiet": "none"})
     means = [values_of(both, name, ENDPOINTS["secondary"])["grpo"].mean() for name in ("quiet", "old", "none")]
-    assert means == pytest.approx([0.6, 0.7, 0.8]) and both.cells == ["quiet", "old", "none"]
+    assert means == pytest.approx([0.6, 0.7, 0.8]) and both.conditions == ["quiet", "old", "none"]
 
 
 def test_a_column_of_runs_is_taken_as_it_is():

@@ -46,8 +46,10 @@ EARLIER = {"lag": "lag=0", "routing_replay": "gspo_short"}
 
 @pytest.mark.parametrize("folder", sorted(file.parent for file in ROOT.glob("*/study.json")), ids=lambda f: f.name)
 def test_the_committed_runs_are_those_that_the_file_declares(folder):
-    rows = pd.read_parquet(folder / "runs.parquet", columns=["arm", "factors", "seed", "config"])
-    made = {(row.arm, row.factors, row.seed): RunConfig.from_dict(json.loads(row.config)) for row in rows.itertuples()}
+    rows = pd.read_parquet(folder / "runs.parquet", columns=["arm", "condition", "seed", "config"])
+    made = {
+        (row.arm, row.condition, row.seed): RunConfig.from_dict(json.loads(row.config)) for row in rows.itertuples()
+    }
     planned = load_study_file(str(folder / "study.py")).runs(Path("runs"))
     configs = {(one.config.arm.name, one.path.parts[-2], one.config.seed): one.config for one in planned}
     assert len(made) == len(rows) == len(configs)

@@ -23,7 +23,7 @@ def run_of(tokens: float, rewards: list[float], turns: float = 1.5) -> pd.DataFr
 
 
 def frames_of(runs: dict[tuple[str, int], pd.DataFrame], state: str = "finished") -> Frames:
-    keys = [{"arm": arm, "factors": "base", "seed": seed} for arm, seed in runs]
+    keys = [{"arm": arm, "condition": "base", "seed": seed} for arm, seed in runs]
     steps = pd.concat([frame.assign(**key) for key, frame in zip(keys, runs.values(), strict=True)])
     return Frames(pd.DataFrame([key | {"state": state, "step": 2, "steps": 50} for key in keys]), {"steps": steps})
 

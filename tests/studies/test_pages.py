@@ -70,9 +70,9 @@ def archived() -> pd.DataFrame:
 def test_the_scatter_of_differences_is_that_of_the_runs(study, a, b, condition, n, sd):
     if (make.HERE / study).is_dir():
         frames, declared = make.stored(study), json.loads((make.HERE / study / "study.json").read_text())
-        values = values_of(frames, condition or frames.cells[0], declared["endpoint"])
+        values = values_of(frames, condition or frames.conditions[0], declared["endpoint"])
     else:
-        rows = archived()[(archived()["study"] == study) & archived()["factors"].isin([condition or "base"])]
+        rows = archived()[(archived()["study"] == study) & archived()["condition"].isin([condition or "base"])]
         values = rows.pivot(index="seed", columns="arm", values="endpoint")
     gaps = (values[a] - values[b]).dropna()
     assert (str(len(gaps)), f"{gaps.std(ddof=1):.2g}") == (n, sd)

@@ -34,7 +34,7 @@ def frames_of(conditions: Sequence[str], arms: Sequence[str], values: Values, sp
             scatter = rng.normal(0, 1, len(SEEDS))
             scatter = spread * (scatter - scatter.mean())
             for seed in SEEDS:
-                key = {"arm": arm, "factors": condition, "seed": seed}
+                key = {"arm": arm, "condition": condition, "seed": seed}
                 one = {"sampled": 0.0, "greedy": 0.0, "token_kl_k3": 0.1, "token_ess": 1.0, "clip_tokens_mean": 0.2}
                 one |= values(condition, arm, seed)
                 one["sampled"] += scatter[seed]
@@ -72,7 +72,7 @@ def low_frames(
         kl = KL.get(scale, 0.01) * (kl_beside if place == "beside" else 1)
         return {"sampled": first, "greedy": first if greedy is None or not place else greedy, "token_kl_k3": kl}
 
-    return frames_of(list(low.study.cells), low.ARMS, values, spread)
+    return frames_of(list(low.study.conditions), low.ARMS, values, spread)
 
 
 def test_a_harm_of_noise_at_both_places_is_no_harm_of_routing():
@@ -109,7 +109,7 @@ def test_holm_passes_on_the_share_of_an_arm_that_is_harmed_at_every_scale():
             sampled = (0.05 if seed < 2 else -0.05) * ladder[0] - 0.1 * ladder[1]
             return {"sampled": sampled * (place == "routers"), "token_kl_k3": KL.get(scale, 0.01)}
 
-        return frames_of(list(low.study.cells), low.ARMS, values, spread=0)
+        return frames_of(list(low.study.conditions), low.ARMS, values, spread=0)
 
     for harmed, holm_p in ((0, 4 * 158 / 4096), (2, 2 * 158 / 4096), (3, 158 / 4096)):
         first, words = low.judged(frames(harmed))[0]
@@ -130,7 +130,7 @@ def test_harm_is_specific_to_routing_if_it_grows_more_with_kl_than_harm_beside(i
     """Harm at .7 alone, where KL is ten times that at .4."""
     at = {"routers": inside, "beside": beside}
     frames = low_frames(lambda arm, place, s: at[place] if s == 0.7 else 0.0)
-    assert words_of(low.judged(frames))["gspo, slope of in routers − beside"] == said
+    assert words_of(low.judged(frames))["gspo_short, slope of in routers − beside"] == said
 
 
 def test_a_slope_by_hand_is_per_factor_of_ten_in_kl():
@@ -151,7 +151,7 @@ def test_without_matched_kl_nothing_is_concluded_about_routing_and_without_a_gai
         }
     assert {words for _, words in low.judged(low_frames(harm, without_noise=START - LEVEL - 0.1))} == {VOID}
     with pytest.raises(KeyError, match="grpo"):
-        low.judged(low_frames(harm)._where(lambda frame: frame["factors"] != OTHERS[0.7]))
+        low.judged(low_frames(harm)._where(lambda frame: frame["condition"] != OTHERS[0.7]))
 
 
 # ---------------------------------------------------------------------- ratio_gradient
@@ -182,7 +182,7 @@ def factorial_frames(
             "clip_tokens_mean": clipped if arm == MATCHED else 0.2,
         }
 
-    return frames_of(list(factorial.study.cells), FACTORIAL_ARMS, values, spread)
+    return frames_of(list(factorial.study.conditions), FACTORIAL_ARMS, values, spread)
 
 
 RATIO, GRADIENT, BOTH = (("grpo", part) for part in factorial.MOVED)
@@ -206,7 +206,7 @@ def test_interaction_is_harm_of_both_minus_both_harms(both, mean, said):
     "gspo, said", [(0.0, "GSPO is harmed less"), (-0.2, "GSPO is harmed more"), (-0.1, "GSPO protects from nothing")]
 )
 def test_protection_is_grpos_harm_of_the_ratio_minus_gspos(gspo, said):
-    frames = factorial_frames({RATIO: -0.1, ("gspo", "ratio"): gspo})
+    frames = factorial_frames({RATIO: -0.1, ("gspo_short", "ratio"): gspo})
     assert words_of(factorial.judged(frames))[factorial.PROTECTION] == said
 
 
@@ -241,8 +241,10 @@ def test_the_third_comparison_needs_a_gap_and_matched_clipping():
 
 def test_the_factorial_needs_all_its_runs_and_a_gain():
     frames = factorial_frames({})
-    with pytest.raises(RunError, match="gspo in router_noise.applied_to=ratio"):
-        factorial.judged(frames._where(lambda f: (f["arm"] != "gspo") | (f["factors"] != factorial.moved("ratio", 1))))
+    with pytest.raises(RunError, match="gspo_short in router_noise.applied_to=ratio"):
+        factorial.judged(
+            frames._where(lambda f: (f["arm"] != "gspo_short") | (f["condition"] != factorial.moved("ratio", 1)))
+        )
     assert {words for _, words in factorial.judged(factorial_frames({("grpo", ""): -0.2}))} == {VOID}
 
 
@@ -264,21 +266,21 @@ def lag_frames(
         ess = {2: {"grpo": live, "grpo-replay": replayed}}.get(lag, {}).get(name, 0.5)
         return {**(exact if lag else {"sampled": -0.4, "greedy": -0.4}), "token_ess": ess}
 
-    return frames_of(list(lags.study.cells), [arm.name for arm in lags.study.arms], values, spread)
+    return frames_of(list(lags.study.conditions), [arm.name for arm in lags.study.arms], values, spread)
 
 
 def test_all_seven_comparisons_are_made_on_the_mean_of_both_lags():
-    found = lags.judged(lag_frames({"grpo-replay": 0.03, "gspo": 0.1, lags.HALF_RATE: -0.1}))
+    found = lags.judged(lag_frames({"grpo-replay": 0.03, "gspo_short": 0.1, lags.HALF_RATE: -0.1}))
     means = {one.name: one.primary.difference.mean for one, _ in found}
-    assert len(found) == 7 and means["gspo − grpo-replay"] == pytest.approx(0.07)
+    assert len(found) == 7 and means["gspo_short − grpo-replay"] == pytest.approx(0.07)
     assert means["grpo, half the rate − grpo"] == pytest.approx(-0.1)
-    assert words_of(found)["gspo − grpo-replay"] == "an effect"
+    assert words_of(found)["gspo_short − grpo-replay"] == "an effect"
 
 
 def test_lag_natural_may_be_opposed_or_undecided():
-    opposed = lags.judged(lag_frames({"gspo": 0.05}, greedy={"gspo": -0.05}))
+    opposed = lags.judged(lag_frames({"gspo_short": 0.05}, greedy={"gspo_short": -0.05}))
     undecided = lags.judged(lag_frames({}, spread=0.1))
-    assert [words_of(found)["gspo − grpo"] for found in (opposed, undecided)] == ["opposed", "undecided"]
+    assert [words_of(found)["gspo_short − grpo"] for found in (opposed, undecided)] == ["opposed", "undecided"]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ def test_lag_natural_may_be_opposed_or_undecided():
 def test_the_gate_asks_for_spread_ratios_that_replay_restores(live, replayed, passed):
     said = words_of(lags.judged(lag_frames({}, live=live, replayed=replayed)))
     assert [name for name, words in said.items() if words == NOTHING] == (
-        [] if passed else ["grpo-replay − grpo", "gspo − grpo-replay"]
+        [] if passed else ["grpo-replay − grpo", "gspo_short − grpo-replay"]
     )
 
 

@@ -77,8 +77,8 @@ def test_the_collected_tables_are_the_rows_of_the_runs_in_float32(folder, result
 
 def test_summaries_of_runs_and_of_collected_tables_agree(folder, results):
     both = [load_study(f, mix_code=True) for f in (folder, results)]
-    for cell in both[0].cells:
-        a, b = (summarise(frames.cell(cell), ["grpo", "gspo"]) for frames in both)
+    for condition in both[0].conditions:
+        a, b = (summarise(frames.condition(condition), ["grpo", "gspo"]) for frames in both)
         assert a.index.to_list() == b.index.to_list()
         assert all(x.mean == pytest.approx(y.mean, rel=1e-6) for x, y in zip(a["gspo"], b["gspo"], strict=True))
 
@@ -91,7 +91,7 @@ def test_the_same_runs_give_the_same_bytes_whatever_the_folder(folder, results, 
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
-def test_an_arm_a_cell_or_a_run_of_collected_tables_can_be_read(results):
+def test_an_arm_a_condition_or_a_run_of_collected_tables_can_be_read(results):
     arm = load_study(results / "gspo", mix_code=True)
     assert len(arm.runs) == 9 and set(arm["steps"]["arm"]) == {"gspo"}
     one = load_study(results / "gspo" / "optimizer.lr=0.0002" / "seed=5", mix_code=True)

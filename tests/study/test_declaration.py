@@ -55,7 +55,7 @@ def test_factors_are_crossed_and_named_in_the_path(tmp_path):
 
 def test_cells_are_named_variations_and_factors_cross_them(tmp_path):
     varied = with_changes(
-        cells={"N=1": {"mini_batches": 1, "steps": 7}, "N=2": {"mini_batches": 2}},
+        conditions={"N=1": {"mini_batches": 1, "steps": 7}, "N=2": {"mini_batches": 2}},
         arms=(GRPO,),
         factors={"optimizer.lr": (1e-4, 2e-4)},
     )
@@ -66,12 +66,12 @@ def test_cells_are_named_variations_and_factors_cross_them(tmp_path):
     base = study.base.steps
     assert [(p.config.mini_batches, p.config.steps) for p in planned] == [(1, 7), (1, 7), (2, base), (2, base)]
     assert {p.config.steps for p in varied.runs(tmp_path, steps=3)} == {3}
-    assert with_changes(cells={"one": {}}).runs(tmp_path)[0].path.parts[-2] == "one"
+    assert with_changes(conditions={"one": {}}).runs(tmp_path)[0].path.parts[-2] == "one"
 
 
-def test_a_cell_may_be_for_some_arms_alone(tmp_path):
-    cells = {"all": {}, "one": {"mini_batches": 2, "arms": ("gspo",)}}
-    varied = with_changes(cells=cells, factors={"optimizer.lr": (1e-4,)})
+def test_a_condition_may_be_for_some_arms_alone(tmp_path):
+    conditions = {"all": {}, "one": {"mini_batches": 2, "arms": ("gspo",)}}
+    varied = with_changes(conditions=conditions, factors={"optimizer.lr": (1e-4,)})
     planned = varied.runs(tmp_path, seeds=[0])
     assert [(p.path.parts[-2].split(",")[0], p.config.arm.name) for p in planned] == [
         ("all", "grpo"),
@@ -95,9 +95,9 @@ def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
             {"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}},
             "own_cold_starts",
         ),
-        ({"cells": {"a/b": {}}}, "condition 'a/b'"),
-        ({"cells": {"a": {"arm.loss": "gspo"}}}, "seed and arm cannot be"),
-        ({"cells": {"a": {"arms": ("gpso",)}}}, "gpso"),
+        ({"conditions": {"a/b": {}}}, "condition 'a/b'"),
+        ({"conditions": {"a": {"arm.loss": "gspo"}}}, "seed and arm cannot be"),
+        ({"conditions": {"a": {"arms": ("gpso",)}}}, "gpso"),
         ({"arms": ()}, "arms"),
         ({"arms": (GRPO, GRPO)}, "need different names"),
         ({"name": "a/b"}, "name of a folder"),
@@ -220,44 +220,44 @@ def test_the_study_that_comes_along_is_the_declared_comparison(tmp_path, monkeyp
     assert not any(map(name_namesake, routing_replay.arms)), "an arm with the name of a method is that method"
     base = routing_replay.base
     assert (base.prompts_per_step, base.group_size, base.mini_batches, base.steps) == (16, 8, 8, 32)
-    assert [base.replace(**cell).batches for cell in routing_replay.cells.values()] == [
+    assert [base.replace(**condition).batches for condition in routing_replay.conditions.values()] == [
         Component("fresh"),
         Component("lagged", lag=2),
     ]
     assert routing_replay.seeds == (0, 1, 2) and "not evidence" in routing_replay.caution
 
 
-def test_a_cell_may_name_the_seeds_that_run_there(tmp_path):
-    study = with_changes(seeds=(0, 1, 2), cells={"all": {}, "two": {"arms": ("grpo",), "seeds": (0, 2)}})
+def test_a_condition_may_name_the_seeds_that_run_there(tmp_path):
+    study = with_changes(seeds=(0, 1, 2), conditions={"all": {}, "two": {"arms": ("grpo",), "seeds": (0, 2)}})
     found = [(p.config.arm.name, p.config.seed) for p in study.runs(tmp_path) if "two" in p.path.parts]
     assert found == [("grpo", 0), ("grpo", 2)]
     assert [p.config.seed for p in study.runs(tmp_path, seeds=(1,))] == [1, 1, 1], "and no others when asked for some"
 
 
 @pytest.mark.parametrize("seeds", [(3, 4), (0, 3), ("1",), (), 1])
-def test_a_cell_cannot_name_seeds_that_the_study_does_not_run(seeds):
+def test_a_condition_cannot_name_seeds_that_the_study_does_not_run(seeds):
     with pytest.raises(ConfigError, match=r"condition 'two' .*seeds="):
-        with_changes(seeds=(0, 1, 2), cells={"all": {}, "two": {"seeds": seeds}})
+        with_changes(seeds=(0, 1, 2), conditions={"all": {}, "two": {"seeds": seeds}})
 
 
-def test_seeds_of_no_cell_are_refused_and_a_quick_form_runs_every_cell(tmp_path):
-    study = with_changes(seeds=(0, 1, 2), cells={"one": {"seeds": (1,)}, "two": {"seeds": (1, 2)}})
+def test_seeds_of_no_condition_are_refused_and_a_quick_form_runs_every_condition(tmp_path):
+    study = with_changes(seeds=(0, 1, 2), conditions={"one": {"seeds": (1,)}, "two": {"seeds": (1, 2)}})
     with pytest.raises(ConfigError, match=r"no condition of study .* runs any of the seeds \[0\]"):
         study.runs(tmp_path, seeds=(0,))
-    printed.check(dataclasses.replace(study, cells={"N=2": {"seeds": (1,)}, "N=4": {}}, figures=("against:N",)))
+    printed.check(dataclasses.replace(study, conditions={"N=2": {"seeds": (1,)}, "N=4": {}}, figures=("against:N",)))
     assert {(p.path.parts[-2], p.config.seed) for p in study.quick_form().runs(tmp_path)} == {("one", 0), ("two", 0)}
 
 
-def test_other_arms_leave_cells_that_are_for_some(tmp_path):
-    cells = {"all": {}, "one": {"mini_batches": 2, "arms": ("gspo", "grpo")}, "other": {"arms": ("grpo",)}}
-    some = with_changes(cells=cells).with_arms(["sapo"], ["gspo"])
+def test_other_arms_leave_conditions_that_are_for_some(tmp_path):
+    conditions = {"all": {}, "one": {"mini_batches": 2, "arms": ("gspo", "grpo")}, "other": {"arms": ("grpo",)}}
+    some = with_changes(conditions=conditions).with_arms(["sapo"], ["gspo"])
     assert {(p.path.parts[-3], p.path.parts[-2]) for p in some.runs(tmp_path)} == {
         ("gspo", "all"),
         ("sapo", "all"),
         ("gspo", "one"),
     }
     with pytest.raises(ConfigError, match="no condition of study .* runs sapo"):
-        with_changes(cells={"one": {"arms": ("gspo",)}}).with_arms(["sapo"])
+        with_changes(conditions={"one": {"arms": ("gspo",)}}).with_arms(["sapo"])
 
 
 def test_arms_of_ones_own_are_named_with_their_commas_and_others_are_refused():
@@ -281,27 +281,29 @@ def test_a_name_of_two_arms_is_refused_unless_it_is_said_which():
 
 def declared(out):
     content = json.loads((out / "fake" / "study.json").read_text())
-    return [arm["name"] for arm in content["arms"]], content["comparisons"], content["cells"]
+    return [arm["name"] for arm in content["arms"]], content["comparisons"], content["conditions"]
 
 
 def test_arms_that_are_added_leave_the_declaration_whole(tmp_path):
-    cells = {"all": {}, "one": {"arms": ("gspo", "grpo")}}
-    whole = with_changes(comparisons=(("gspo", "grpo"),), cells=cells)
+    conditions = {"all": {}, "one": {"arms": ("gspo", "grpo")}}
+    whole = with_changes(comparisons=(("gspo", "grpo"),), conditions=conditions)
     write_declaration(whole, tmp_path)
     own, comparisons, there = declared(tmp_path)
     assert write_declaration(whole.with_arms(["sapo"], ["gspo"]), tmp_path, keep=True) == []
-    assert declared(tmp_path) == ([*own, "sapo"], comparisons, there), "neither arms nor contrasts nor cells are lost"
+    assert declared(tmp_path) == ([*own, "sapo"], comparisons, there), (
+        "neither arms nor contrasts nor conditions are lost"
+    )
     assert write_declaration(whole, tmp_path, keep=True) == []
     assert declared(tmp_path)[0] == [*own, "sapo"]
     assert write_declaration(with_changes(question="Another?"), tmp_path, keep=True) == ["question"]
 
 
-def test_a_part_with_options_may_be_a_cell_or_a_factor(tmp_path):
+def test_a_part_with_options_may_be_a_condition_or_a_factor(tmp_path):
     sums, longer = Component("corrected_sums", digits=3), Component("corrected_sums", digits=9)
-    study = with_changes(cells={"sums": {"task": sums}}, factors={"task": (longer, "running_sums")})
+    study = with_changes(conditions={"sums": {"task": sums}}, factors={"task": (longer, "running_sums")})
     write_declaration(study, tmp_path)
     said = json.loads((tmp_path / study.name / "study.json").read_text())
-    assert Component.of(said["cells"]["sums"]["task"]) == sums
+    assert Component.of(said["conditions"]["sums"]["task"]) == sums
     assert [Component.of(task) for task in said["factors"]["task"]] == [longer, Component("running_sums")]
 
 

@@ -31,7 +31,7 @@ def broken(x):
 def infinite(x):
     return (x.weights * x.logprobs).sum() * float("inf")
 
-def wrong(batch, natural):
+def wrong(batch, unconstrained):
     return 3
 
 class Words:
@@ -49,8 +49,8 @@ class Words:
             return 1 / (not right) if right else 2.0 * bool(completion)
         return 0.5 * right if self.fault == "low" else float(right)
 
-def narrow(batch, natural):
-    return natural.routes.rows(slice(0, 1))
+def narrow(batch, unconstrained):
+    return unconstrained.routes.rows(slice(0, 1))
 
 def number(x):
     return 0.5

@@ -124,9 +124,9 @@ def test_every_place_that_can_name_code_is_looked_at():
     "label, value",
     [
         ("arm", "../../x"),
-        ("factors", "/tmp/x"),
+        ("condition", "/tmp/x"),
         ("study", ".."),
-        ("factors", "..\\x"),
+        ("condition", "..\\x"),
         ("arm", ""),
         ("seed", "0/../../../x"),
     ],

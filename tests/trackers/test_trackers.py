@@ -64,9 +64,9 @@ def of_wandb(folder, run):
         about = next((r.run for r in here if r.WhichOneof("record_type") == "run"), None)
         if about is None:  # killed before it was written
             continue
-        if about.display_name != f"{run.arm}/{run.factors}/seed={run.seed}":
+        if about.display_name != f"{run.arm}/{run.condition}/seed={run.seed}":
             continue
-        assert (about.project, about.run_group, about.job_type) == (run.study, run.arm, run.factors)
+        assert (about.project, about.run_group, about.job_type) == (run.study, run.arm, run.condition)
         assert {c.key: json.loads(c.value_json) for c in about.config.update}["optimizer"] == run.config["optimizer"]
         for record in (r for r in here if r.WhichOneof("record_type") == "history"):
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}

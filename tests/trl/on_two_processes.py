@@ -18,7 +18,7 @@ def main(folder):
     trainer = ours(folder, routing={"routes": "old_policy"}, ddp_backend="gloo", max_completion_length=24, max_steps=4)
     spy = Spy(trainer)
     trainer.train()
-    mine = [tokens_of(step, step["natural"]) for step in spy.steps]
+    mine = [tokens_of(step, step["unconstrained"]) for step in spy.steps]
     everyones = [None, None]
     dist.all_gather_object(everyones, mine)
     assert len(mine) == 8 and everyones[0] != everyones[1]

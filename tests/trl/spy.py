@@ -9,11 +9,10 @@ import torch
 class Spy:
     """What a trainer's policy reads and uses, seen at the experts' own inputs and by none of the hooks under test.
 
-    `phase` is "score" while TRL scores a generation batch, then "natural" in forwards without gradient, "train" in
-    those with. `steps` holds, per micro-step, these forwards and, as "old", those of the scoring. A forward is a
-    dictionary of what it read, the log-probs, and per site the ids used then ("ids"), in recomputation ("again"), and
-    those of the largest router logits ("preferred").
-    """
+    `phase` is "score" while TRL scores a generation batch, then "unconstrained" in forwards without gradient, "train"
+    in those with. `steps` holds, per micro-step, these forwards and, as "old", those of the scoring. A forward is a
+    dictionary of what it read, the log-probs, and per MoE layer the ids used then ("ids"), in recomputation ("again"),
+    and those of the largest router logits ("preferred")."""
 
     def __init__(self, trainer):
         self.trainer, self.scored, self.steps = trainer, [], []
@@ -50,7 +49,7 @@ class Spy:
             mask = kwargs["attention_mask"].bool()
             self.forward = {"tokens": kwargs["input_ids"], "mask": mask, "labels": kwargs["labels"]}
             self.forward |= {"ids": {}, "again": {}, "preferred": {}}
-            phase = "train" if torch.is_grad_enabled() else "natural"
+            phase = "train" if torch.is_grad_enabled() else "unconstrained"
             if self.scoring:
                 self.scored.append(self.forward)
             else:
@@ -85,18 +84,18 @@ def pairs(forward, old):
 
 
 # ---------------------------------------------------------------------- what the logs should say
-def tokens_of(step, natural):
-    """What the statistics of a micro-step are made of: changes per token and site, and log-ratios per response."""
+def tokens_of(step, unconstrained):
+    """What the statistics of a micro-step are made of: changes per token and MoE layer, and log-ratios per response."""
     slots, sets, anywhere, pulled, log_ratios = [], [], [], [], []
     for row, old, old_row in pairs(step["train"], step["old"]):
         length = old["tokens"].shape[1]
         positions = [t for t in range(length - 1) if old["labels"][old_row, t + 1] != -100]
         for t in positions:
             changes = []
-            for site, ids in old["ids"].items():
-                before, after = set(ids[old_row, t].tolist()), set(natural["ids"][site][row, t].tolist())
+            for moe_layer, ids in old["ids"].items():
+                before, after = set(ids[old_row, t].tolist()), set(unconstrained["ids"][moe_layer][row, t].tolist())
                 slots.append(len(before - after) / len(before))
-                pulled.append(len(before - set(step["train"]["preferred"][site][row, t].tolist())) / len(before))
+                pulled.append(len(before - set(step["train"]["preferred"][moe_layer][row, t].tolist())) / len(before))
                 changes.append(before != after)
             sets += changes
             anywhere.append(any(changes))

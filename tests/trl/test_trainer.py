@@ -72,11 +72,11 @@ def test_without_replay_there_is_no_forward_beyond_trls(tmp_path):
 
 # ---------------------------------------------------------------------- with replay
 def used(step, phase="ids"):
-    """Whether each routed token of a training step went to the old policy's experts, in order, at every site."""
+    """Whether each routed token of a training step went to the old policy's experts, in order, at every MoE layer."""
     for row, old, old_row in pairs(step["train"], step["old"]):
         mask = old["mask"][old_row]
-        for site, ids in old["ids"].items():
-            yield from (step["train"][phase][site][row] == ids[old_row])[mask].all(-1).tolist()
+        for moe_layer, ids in old["ids"].items():
+            yield from (step["train"][phase][moe_layer][row] == ids[old_row])[mask].all(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_evaluation_is_trls_own_under_replay_too(tmp_path):
     trainer.train()
     spy.steps.append({})
     found = trainer.evaluate()
-    assert math.isfinite(found["eval_loss"]) and set(spy.steps[-1]) == {"natural"}
+    assert math.isfinite(found["eval_loss"]) and set(spy.steps[-1]) == {"unconstrained"}
     assert not any("routing" in name or "ratios" in name for name in found)
 
 
@@ -190,7 +190,7 @@ def test_what_is_logged_equals_a_recomputation(tmp_path, routes, truncated):
     trainer = ours(tmp_path, routing={"routes": routes}, mask_truncated_completions=truncated)
     spy = Spy(trainer)
     trainer.train()
-    seen = [tokens_of(step, step["train" if routes == "live" else "natural"]) for step in spy.steps]
+    seen = [tokens_of(step, step["train" if routes == "live" else "unconstrained"]) for step in spy.steps]
     expected = expected_logs(seen)
     if routes == "live":
         assert expected.pop("routing/pull") == expected["routing/expert_change_rate"] and not logged(
@@ -205,13 +205,14 @@ def test_measuring_now_and_then_measures_the_last_micro_step_of_each_stretch(tmp
     trainer = ours(tmp_path, routing={**REPLAY, "measure_every": 8}, gradient_accumulation_steps=1, max_steps=16)
     spy = Spy(trainer)
     trainer.train()
-    assert [("natural" in step) for step in spy.steps] == ([False] * 7 + [True]) * 2
+    assert [("unconstrained" in step) for step in spy.steps] == ([False] * 7 + [True]) * 2
     change = logged(trainer, "routing/expert_change_rate")
     assert len(change) == 2 and min(change) > 0 and len(logged(trainer, "ratios/token_ess")) == 16
 
 
 def test_with_dropout_too_measuring_changes_no_weight(tmp_path):
-    """The forward for the natural routes draws from the same generators, and runs before the one that is trained."""
+    """The forward for the unconstrained routes draws from the same generators, and runs before the one that is
+    trained."""
     weights = []
     for every in (1, ONCE):
         trainer = ours(tmp_path, tiny(attention_dropout=0.3), routing={**REPLAY, "measure_every": every}, max_steps=3)
@@ -277,7 +278,7 @@ class Engine:
         perturb(model, 0.2)
         self.engine, self.reports, self.calls = HFEngine(model, self.tokenizer), reports, 0
         self.experts = {}
-        """Tokens of a completion with its prompt → ids [input, site, k]."""
+        """Tokens of a completion with its prompt → ids [input, MoE layer, k]."""
 
     def __call__(self, prompts, trainer):
         self.calls += 1
@@ -293,13 +294,13 @@ class Engine:
         return answer | ({"routed_experts": [as_base64(routes_of(r)) for r in drawn]} if self.reports else {})
 
     def replayed(self, forward):
-        """Whether each (token, site) row of a forward used the engine's experts."""
+        """Whether each (token, MoE layer) row of a forward used the engine's experts."""
         for row, mask in enumerate(forward["mask"]):
             tokens = forward["tokens"][row][mask]
             theirs = self.experts[tuple(tokens.tolist())]
-            for site, ids in forward["ids"].items():
+            for moe_layer, ids in forward["ids"].items():
                 mine = ids[row][mask][:-1].sort(-1).values
-                yield from (mine == theirs[:, site].long().sort(-1).values).all(-1).tolist()
+                yield from (mine == theirs[:, moe_layer].long().sort(-1).values).all(-1).tolist()
 
 
 def test_old_log_probs_and_updates_replay_the_engines_experts(tmp_path):
@@ -309,7 +310,7 @@ def test_old_log_probs_and_updates_replay_the_engines_experts(tmp_path):
     trainer.train()
     assert engine.calls == 2 and len(spy.steps) == 16
     assert all(all(engine.replayed(forward)) for step in spy.steps for forward in (step["train"], *step["old"]))
-    assert not all(engine.replayed(spy.steps[0]["natural"])), "the engine's routers are others"
+    assert not all(engine.replayed(spy.steps[0]["unconstrained"])), "the engine's routers are others"
     for first in (0, 4):  # log entries of two micro-steps each, four per pass over a generation batch
         assert logged(trainer, "ratios/token_log_ratio_max")[first] < 1e-5
     assert max(logged(trainer, "ratios/token_log_ratio_max")) > 1e-3

@@ -35,8 +35,8 @@ def test_r2_replays_the_recorded_routes_and_the_first_ratio_is_one(checkpoint, s
 
 
 def routes_of(recording):
-    """What a recording saw in all forwards, one after the other: [tokens, site, k]."""
-    return torch.cat([recording.layout.stack(sites) for sites in zip(*recording._ids, strict=True)])
+    """What a recording saw in all forwards, one after the other: [tokens, MoE layer, k]."""
+    return torch.cat([recording.layout.stack(moe_layers) for moe_layers in zip(*recording._ids, strict=True)])
 
 
 def test_an_update_uses_the_experts_that_were_recorded_and_they_are_the_model_s_own(checkpoint):
@@ -305,21 +305,21 @@ def test_expert_change_is_measured_on_fixed_tokens_and_changes_nothing(checkpoin
 
 
 @pytest.mark.parametrize("mode", ["R3", "disabled"])
-def test_the_engine_s_routes_are_compared_with_the_natural_ones_before_the_first_update(checkpoint, mode):
+def test_the_engine_s_routes_are_compared_with_the_unconstrained_ones_before_the_first_update(checkpoint, mode):
     """By hand, on the 5 + 9 response tokens of two sequences at three layers."""
     data = batch(64, packed=False)
-    natural = score(engine(checkpoint, {"mode": "R2"}), data)["routed_experts"]
-    ids, start = natural.values().clone().clamp(min=0), data["prompts"].offsets().diff().tolist()
-    second = int(natural.offsets()[1])
+    unconstrained = score(engine(checkpoint, {"mode": "R2"}), data)["routed_experts"]
+    ids, start = unconstrained.values().clone().clamp(min=0), data["prompts"].offsets().diff().tolist()
+    second = int(unconstrained.offsets()[1])
     others = [[next(e for e in range(8) if e not in row), *row[1:]] for row in ids[:, 0].tolist()]
     ids[start[0], 0] = torch.tensor(others[start[0]]).short()  # a response token: one of two experts
     ids[second + start[1] - 1, 1:] = (ids[second + start[1] - 1, 1:] + 4) % 8  # the last of a prompt decides, too
     ids[second + start[1] + 2] = 0  # not reported
-    for uncounted in (0, second, int(natural.offsets()[2]) + 3):  # prompts, and a sequence that is not measured
+    for uncounted in (0, second, int(unconstrained.offsets()[2]) + 3):  # prompts, and a sequence that is not measured
         ids[uncounted, 0] = torch.tensor(others[uncounted]).short()
-    moved = ids[second + start[1] - 1, 1:], natural.values()[second + start[1] - 1, 1:]
+    moved = ids[second + start[1] - 1, 1:], unconstrained.values()[second + start[1] - 1, 1:]
     lost = sum(len({*old.tolist()} - {*new.tolist()}) / 2 for new, old in zip(*moved, strict=True))
-    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids, natural.offsets())
+    data["routed_experts"] = torch.nested.nested_tensor_from_jagged(ids, unconstrained.offsets())
     made = engine(checkpoint, {"mode": mode, "measured_sequences": 2})
     data = with_old_policy(data, score(made, data))
     first, second = update(made, data), update(made, data)
@@ -372,7 +372,7 @@ def test_updates_are_counted_from_the_first_of_a_step(checkpoint, declared, made
         assert "routing/update_01/token_ess" in first, "after a scoring, in a loop that is not verl's"
 
 
-def test_the_precision_of_natural_routes_is_that_of_the_update_or_an_error(checkpoint):
+def test_the_precision_of_unconstrained_routes_is_that_of_the_update_or_an_error(checkpoint):
     made = engine(checkpoint, {"measured_sequences": 1})
     data = with_old_policy(batch(64), score(made, batch(64)))
     del made._autocast_dtype

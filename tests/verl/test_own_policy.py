@@ -53,9 +53,9 @@ def reported_routes(data, layout, layers):
     """Random experts at the layers that route, in verl's field as an engine reports them: zeros elsewhere."""
     draw, tokens = torch.Generator().manual_seed(5), data["input_ids"]
     ids = torch.zeros(len(tokens.values()), layers, layout.top_k, dtype=torch.int16)
-    for site in layout.sites:
-        order = torch.rand(len(ids), site.num_experts, generator=draw).argsort(-1)
-        ids[:, site.decoder_layer] = order[:, : layout.top_k].to(torch.int16)
+    for moe_layer in layout.moe_layers:
+        order = torch.rand(len(ids), moe_layer.num_experts, generator=draw).argsort(-1)
+        ids[:, moe_layer.decoder_layer] = order[:, : layout.top_k].to(torch.int16)
     ids[tokens.offsets()[1:] - 1] = 0
     return torch.nested.nested_tensor_from_jagged(ids, tokens.offsets())
 
@@ -74,10 +74,10 @@ def own_batch(data, layout):
     advantages[response] = data["advantages"].values().float()
     routes = None
     if "routed_experts" in data:
-        sites = [site.decoder_layer for site in layout.sites]
+        moe_layers = [moe_layer.decoder_layer for moe_layer in layout.moe_layers]
         ids = padded(
             [
-                rows[:, sites].index_fill(0, torch.tensor([len(rows) - 1]), -1)
+                rows[:, moe_layers].index_fill(0, torch.tensor([len(rows) - 1]), -1)
                 for rows in data["routed_experts"].unbind()
             ],
             -1,

@@ -230,17 +230,17 @@ def test_bfloat16_differs_measurably_and_replay_removes_part_of_it(serving, bflo
         prompts = encode_prompts(draw(load_task(RUN.task), 128, 5, set()), trained.tokenizer)
     rollouts = bfloat16.engine.generate(prompts, 2, key=(1,), sampling=Sampling(max_new_tokens=10))
     batch = collate(rollouts, list(range(256)), [0.0] * 256, 257)
-    natural = bfloat16.score(batch)
-    replayed = bfloat16.policy.score(batch, replay_rollout(batch, natural))
+    unconstrained = bfloat16.score(batch)
+    replayed = bfloat16.policy.score(batch, replay_rollout(batch, unconstrained))
 
     def k3(scored):
         d = (scored.logprobs - batch.rollout_logprobs)[batch.response_mask].double()
         return (d.expm1() - d).mean().item()
 
     found = parity(rollouts, bfloat16.score)
-    print(weights, found, f"k3 natural {k3(natural):.3g}, replayed {k3(replayed):.3g}")
+    print(weights, found, f"k3 unconstrained {k3(unconstrained):.3g}, replayed {k3(replayed):.3g}")
     assert 1e-4 < found.logprob_mean < 0.2 and 1e-3 < found.any_change_rate < 0.25
-    assert k3(replayed) < 0.5 * k3(natural)
+    assert k3(replayed) < 0.5 * k3(unconstrained)
 
 
 @pytest.fixture(scope="session")

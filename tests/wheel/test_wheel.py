@@ -62,8 +62,8 @@ def program(root: Path, *words: str, cwd: str = ".") -> subprocess.CompletedProc
 def command(wheel, tmp_path_factory):
     """Runs a program of an environment with everything; what it printed."""
     root = tmp_path_factory.mktemp("whole")
-    site = installed(wheel, root)
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"))  # not its .pth files: no editable install
+    folder = installed(wheel, root)
+    (folder / "borrowed.pth").write_text(sysconfig.get_path("purelib"))  # not its .pth files: no editable install
 
     def run(*words: str, cwd: str = ".") -> str:
         done = program(root, *words, cwd=cwd)
@@ -77,9 +77,9 @@ def command(wheel, tmp_path_factory):
 def small(wheel, tmp_path_factory):
     """An environment with what the wheel requires without extras, and what that requires, as links."""
     root = tmp_path_factory.mktemp("small")
-    site = installed(wheel, root)
+    folder = installed(wheel, root)
     found = {}
-    wanted = PathDistribution(next(site.glob("moe_rl-*.dist-info"))).requires
+    wanted = PathDistribution(next(folder.glob("moe_rl-*.dist-info"))).requires
     while wanted:
         requirement = Requirement(wanted.pop())
         if requirement.name in found or requirement.marker and not requirement.marker.evaluate({"extra": ""}):
@@ -88,8 +88,8 @@ def small(wheel, tmp_path_factory):
         wanted += found[requirement.name].requires or []
     for package in found.values():
         for top in {file.parts[0] for file in package.files} - {"..", "__pycache__"}:
-            if not (site / top).exists():
-                (site / top).symlink_to(package.locate_file(top))
+            if not (folder / top).exists():
+                (folder / top).symlink_to(package.locate_file(top))
     return root
 
 

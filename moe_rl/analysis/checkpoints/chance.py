@@ -1,8 +1,7 @@
 """What volatility metrics would show if routes were drawn at random: the yardstick beside a measured change.
 
-Both routings of every token give each site k of its E experts, every set alike, independently of each other, of other
-sites and of other tokens. Exact, by counting sets; a metric of router probabilities has no such value.
-"""
+Both routings of every token give each MoE layer k of its E experts, every set alike, independently of each other, of
+other MoE layers and of other tokens. Exact, by counting sets; a metric of router probabilities has no such value."""
 
 from __future__ import annotations
 
@@ -15,27 +14,27 @@ from numpy.typing import ArrayLike
 
 
 def token_levels(experts: Sequence[int], k: Sequence[int]) -> dict[str, float]:
-    """Means over tokens and sites, of sites with so many `experts` that use `k` each."""
-    sites = list(zip(experts, k, strict=True))
-    slots = [1 - used / there for there, used in sites]
-    stay = [1 / math.comb(there, used) for there, used in sites]
+    """Means over tokens and MoE layers, of MoE layers with so many `experts` that use `k` each."""
+    moe_layers = list(zip(experts, k, strict=True))
+    slots = [1 - used / there for there, used in moe_layers]
+    stay = [1 / math.comb(there, used) for there, used in moe_layers]
     return {
         "expert_change_rate": float(np.mean(slots)),
         "any_change_rate": 1 - float(np.mean(stay)),
-        "jaccard_distance": float(np.mean([_jaccard(*site) for site in sites])),
+        "jaccard_distance": float(np.mean([_jaccard(*moe_layer) for moe_layer in moe_layers])),
         "gate_mass_moved": float(np.mean(slots)),  # whatever the gates: each expert leaves with that probability
         "any_layer_change": 1 - math.prod(stay),
-        "layers_changed": len(sites) - sum(stay),
+        "layers_changed": len(moe_layers) - sum(stay),
     }
 
 
 def response_levels(experts: Sequence[int], k: Sequence[int], tokens: ArrayLike) -> dict[str, float]:
-    """Means over sites and responses of so many `tokens` each."""
+    """Means over MoE layers and responses of so many `tokens` each."""
     lengths, counts = np.unique(np.asarray(tokens, dtype=int), return_counts=True)
 
     def mean(of: Callable[[int, int, int], float]) -> float:
-        sites = [[of(int(n), *site) for n in lengths] for site in zip(experts, k, strict=True)]
-        return float(np.average(np.mean(sites, 0), weights=counts))
+        moe_layers = [[of(int(n), *moe_layer) for n in lengths] for moe_layer in zip(experts, k, strict=True)]
+        return float(np.average(np.mean(moe_layers, 0), weights=counts))
 
     return {
         "response_set_change": mean(lambda n, there, used: (1 - used / there) ** n),
@@ -49,7 +48,7 @@ def _jaccard(experts: int, k: int) -> float:
     return 1 - sum(n * o / (2 * k - o) for o, n in ways.items()) / math.comb(experts, k)
 
 
-@cache  # sites of one size, and responses of one length, are many
+@cache  # MoE layers of one size, and responses of one length, are many
 def _variation(draws: int, things: int, each: int) -> float:
     """E ½ Σ |f − f′| of the shares of `things`, of which every draw takes `each`, twice so many draws.
 

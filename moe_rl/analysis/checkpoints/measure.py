@@ -62,7 +62,7 @@ class Comparison:
     batch_tokens: int = 4096
     """Most tokens in one forward, padding included."""
     ratios: bool = False
-    """Score the responses, too: naturally, and with the routes of the checkpoints that it is compared with."""
+    """Score the responses, too: without replay, and with the routes of the checkpoints that it is compared with."""
 
     @property
     def pairs(self) -> list[tuple[int, int]]:

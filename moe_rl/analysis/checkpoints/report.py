@@ -26,7 +26,7 @@ SERIES = {
     "token_kl_k3": ("KL", ""),
 }
 """Metrics of a series: the head of a column, and the title of a panel, where there is one."""
-SITE = "routing site, in forward order"
+MOE_LAYER = "routing MoE layer, in forward order"
 BEFORE, AFTER, FLOOR = plots.COLOURS[0], plots.COLOURS[1], "#666666"
 styled = matplotlib.rc_context(plots.STYLE)
 
@@ -80,21 +80,21 @@ def _number(value: float) -> str:
 # ---------------------------------------------------------------------- figures
 @styled
 def by_layer(frames: Frames) -> Figure:
-    """Change per site with its noise floor, and margins before and after."""
+    """Change per MoE layer with its noise floor, and margins before and after."""
     layers = frames["layers"]
     figure, axes = plots.new_figure(2, "Where do routes change, and how sure were the routers?")
-    ax, sites = axes[0], layers["site"]
-    ax.plot(sites, layers["expert_change_rate"], "o-", color=AFTER, markersize=4, label="slots, 1 − |S ∩ S′| / k")
-    ax.plot(sites, layers["any_change_rate"], "s--", color=AFTER, markersize=4, label="sets, S ≠ S′")
-    ax.plot(sites, layers["noise_expert_change_rate"], ":", color=FLOOR, label="noise floor, slots")
-    ax.set(title="Change by site", ylabel="share of response rows", xlabel=SITE, ylim=(0, None))
+    ax, moe_layers = axes[0], layers["moe_layer"]
+    ax.plot(moe_layers, layers["expert_change_rate"], "o-", color=AFTER, markersize=4, label="slots, 1 − |S ∩ S′| / k")
+    ax.plot(moe_layers, layers["any_change_rate"], "s--", color=AFTER, markersize=4, label="sets, S ≠ S′")
+    ax.plot(moe_layers, layers["noise_expert_change_rate"], ":", color=FLOOR, label="noise floor, slots")
+    ax.set(title="Change by MoE layer", ylabel="share of response rows", xlabel=MOE_LAYER, ylim=(0, None))
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     ax = axes[1]
     for when, colour in (("before", BEFORE), ("after", AFTER)):
         low, middle, high = (layers[f"margin_{q}_{when}"].replace(math.inf, math.nan) for q in ("q10", "q50", "q90"))
-        ax.fill_between(sites, low, high, color=colour, alpha=0.15, linewidth=0)
-        ax.plot(sites, middle, "o-", color=colour, markersize=4, label=f"{when}: median, 10–90 % band")
-    ax.set(title="Router margin", xlabel=SITE, ylabel="k-th minus next choice score")
+        ax.fill_between(moe_layers, low, high, color=colour, alpha=0.15, linewidth=0)
+        ax.plot(moe_layers, middle, "o-", color=colour, markersize=4, label=f"{when}: median, 10–90 % band")
+    ax.set(title="Router margin", xlabel=MOE_LAYER, ylabel="k-th minus next choice score")
     ax.set_yscale("log", nonpositive="mask")
     for ax in axes[:2]:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -61,11 +61,11 @@ class Tally:
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self.experts = max(site.num_experts for site in layout.sites)
-        sites = len(layout.sites)
-        use = {name: torch.zeros(sites, self.experts, dtype=torch.float64) for name in USE}
+        self.experts = max(moe_layer.num_experts for moe_layer in layout.moe_layers)
+        moe_layers = len(layout.moe_layers)
+        use = {name: torch.zeros(moe_layers, self.experts, dtype=torch.float64) for name in USE}
         self.sums = {"use": Pooled(use)}
-        self.margins = {name: torch.empty(0, sites) for name in ("before", "after")}
+        self.margins = {name: torch.empty(0, moe_layers) for name in ("before", "after")}
         self.responses: list[Float[Tensor, "responses columns"]] = []
 
     def add(self, batch: TextBatch, index: int, before: Traced, after: Traced, name: str) -> None:
@@ -112,8 +112,8 @@ class Tally:
         self.responses.append(rows[n > 0])  # of a response that was cut off whole nothing is known
 
     def _count(
-        self, ids: Int64[Tensor, "tokens site k"], hit: Bool[Tensor, "tokens site k"]
-    ) -> Float[Tensor, "site experts"]:
+        self, ids: Int64[Tensor, "tokens moe_layer k"], hit: Bool[Tensor, "tokens moe_layer k"]
+    ) -> Float[Tensor, "moe_layer experts"]:
         index = ids.clamp(min=0).transpose(0, 1).flatten(1)
         counts = torch.zeros(ids.shape[1], self.experts, dtype=torch.float64)
         return counts.scatter_add_(1, index, hit.transpose(0, 1).flatten(1).double())
@@ -193,39 +193,41 @@ def _means(tally: Tally, part: str) -> dict[str, float]:
 
 
 def _layers(tally: Tally, noise: Tally) -> pd.DataFrame:
-    """A row per site: every metric with its noise floor, margins and load before and after."""
-    sites = tally.layout.sites
+    """A row per MoE layer: every metric with its noise floor, margins and load before and after."""
+    moe_layers = tally.layout.moe_layers
     keys = pd.DataFrame(
         [
-            {"site": i, "layer": s.decoder_layer, "name": s.name, "experts": s.num_experts, "k": s.top_k}
-            for i, s in enumerate(sites)
+            {"moe_layer": i, "layer": s.decoder_layer, "name": s.name, "experts": s.num_experts, "k": s.top_k}
+            for i, s in enumerate(moe_layers)
         ]
     )
-    changes = _site_metrics(tally, "response")
+    changes = _moe_layer_metrics(tally, "response")
     parts = [
         keys,
         changes,
-        _site_metrics(tally, "prompt").add_prefix("prompt_"),
-        _site_metrics(noise, "response")[list(changes)].add_prefix("noise_"),
+        _moe_layer_metrics(tally, "prompt").add_prefix("prompt_"),
+        _moe_layer_metrics(noise, "response")[list(changes)].add_prefix("noise_"),
     ]
     for when in ("before", "after"):
-        load = [load_row(x[: s.num_experts]) for x, s in zip(tally.sums["use"][when], sites, strict=True)]
+        load = [load_row(x[: s.num_experts]) for x, s in zip(tally.sums["use"][when], moe_layers, strict=True)]
         margins = tally.margins[when][None]
         rows = volatility.margin_summary(margins, torch.ones(margins.shape[:2], dtype=torch.bool))
         parts += [pd.DataFrame(x).add_suffix(f"_{when}") for x in (load, rows)]
     return pd.concat(parts, axis=1)
 
 
-def _site_metrics(tally: Tally, part: str) -> pd.DataFrame:
+def _moe_layer_metrics(tally: Tally, part: str) -> pd.DataFrame:
     groups = [f"change.{part}", f"shift.{part}", *(["responses"] if part == "response" else [])]
-    return pd.concat([pd.DataFrame(tally.sums[group].site_rows()) for group in groups if group in tally.sums], axis=1)
+    return pd.concat(
+        [pd.DataFrame(tally.sums[group].moe_layer_rows()) for group in groups if group in tally.sums], axis=1
+    )
 
 
 def _experts(tally: Tally) -> pd.DataFrame:
-    """Per site and expert: slots filled before and after, and how often it left or entered a token's set."""
+    """Per MoE layer and expert: slots filled before and after, and how often it left or entered a token's set."""
     frames = []
-    for s, site in enumerate(tally.layout.sites):
-        columns = {name: x[s, : site.num_experts].numpy().astype(int) for name, x in tally.sums["use"].items()}
-        keys = {"site": s, "layer": site.decoder_layer, "expert": range(site.num_experts)}
+    for s, moe_layer in enumerate(tally.layout.moe_layers):
+        columns = {name: x[s, : moe_layer.num_experts].numpy().astype(int) for name, x in tally.sums["use"].items()}
+        keys = {"moe_layer": s, "layer": moe_layer.decoder_layer, "expert": range(moe_layer.num_experts)}
         frames.append(pd.DataFrame(keys | columns))
     return pd.concat(frames, ignore_index=True)

@@ -24,8 +24,8 @@ from moe_rl.analysis.folders import describe
 from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RoutingError
 from moe_rl.models.load import load, load_tokenizer, no_progress_bars, placement
+from moe_rl.routing.moe_layers import layout_of
 from moe_rl.routing.observe import evaluation_mode
-from moe_rl.routing.sites import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,10 +63,11 @@ class Diagnosis:
     notes: tuple[str, ...]
     """Missing routes, skipped forwards."""
     fits: tuple[Fit, ...]
-    """One per forward: natural first, then the noise floor, rounding, forced routes, and every hypothesis, the best
-    first."""
+    """One per forward: unconstrained first, then the noise floor, rounding, forced routes, and every hypothesis, the
+    best first."""
     left: Mapping[str, tuple[float, float, float]]
-    """By forward its score, what is left of the natural mean |log r|, with its 95 % interval; empty without a gap."""
+    """By forward its score, what is left of the unconstrained mean |log r|, with its 95 % interval; empty without a
+    gap."""
     locations: tuple[Location, ...]
     """Where the gap is."""
     responses: int
@@ -213,8 +214,8 @@ class _Builder:
                     raise ConfigError(f"the rounding of this model cannot be measured: {scorer.skipped[-1]}")
                 continue
             if dtype == usual:
-                self.rounding = scorer.compare_with_natural("rounding", scores.logprobs[STATED])
-                self.expected = measure_agreement(scores.routes, scorer.natural.routes)
+                self.rounding = scorer.compare_with_unconstrained("rounding", scores.logprobs[STATED])
+                self.expected = measure_agreement(scores.routes, scorer.unconstrained.routes)
             if self.engine_dtype in (None, dtype):
                 fit = scorer.compare(name, scores.logprobs[STATED], causes=("dtype",), detail=detail)
                 self.dtypes += [replace(fit, source=(model, dtype)), *scorer.compare_temperatures(scores, name)]
@@ -290,11 +291,11 @@ class _Builder:
         k, others = scorer.layout.top_k, {r.ids.shape[2] for r in scorer.responses if r.ids is not None}
         detail = f"{' or '.join(map(str, sorted(others - {k})))} experts per token in its routes, the trainer {k}"
         faults = [Fault("top_k", f"routes have {sorted(others)} slots", detail)] if others - {k} else []
-        self.reported = self._report(scorer.natural)
+        self.reported = self._report(scorer.unconstrained)
         if not self.reported.pairs:
             return faults
         explained = self._score_again(decision.best[0]) if decision.best else None
-        if explained is not None and explained.routes[0].shape == scorer.natural.routes[0].shape:
+        if explained is not None and explained.routes[0].shape == scorer.unconstrained.routes[0].shape:
             self.reported = self._report(explained)
         if np.isnan(self.reported.agreement):
             self.notes.append("Next to none of the reported routes is known: there is nothing to compare or to replay.")
@@ -340,14 +341,14 @@ class _Builder:
         exact = decision.kind == "agrees" and self.scorer.dtype == "float32"
         if any(fit.mean > FORCED * noise if exact else fit.distance > limit for fit in self.forced.values()):
             return True
-        own, rows = self.reported.measure_by_site(), sum(len(p.ids) for p in self.reported.pairs)
+        own, rows = self.reported.measure_by_moe_layer(), sum(len(p.ids) for p in self.reported.pairs)
         allowed = OTHERS * (1 - self.expected) + 0.02 + 4 * np.sqrt((1 - self.expected) / rows) + 4 / rows
         return bool((1 - own > allowed).any())
 
     def _locate_sets(self) -> Iterator[Location]:
         if self.reported.pairs:
-            for site, own in zip(self.scorer.layout.sites, self.reported.measure_by_site(), strict=True):
-                yield Location("sets", str(site.decoder_layer), float(1 - own))
+            for moe_layer, own in zip(self.scorer.layout.moe_layers, self.reported.measure_by_moe_layer(), strict=True):
+                yield Location("sets", str(moe_layer.decoder_layer), float(1 - own))
 
     # ------------------------------------------------------------------ the verdict
     def _conclude(self, decision: Decision, faults: Sequence[Fault]) -> tuple[tuple[str, ...], str, bool]:

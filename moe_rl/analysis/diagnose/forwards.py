@@ -22,7 +22,7 @@ from moe_rl.errors import ConfigError, MoeRlError, RoutingError
 from moe_rl.metrics.rounding import rounding
 from moe_rl.models.vocabulary import kept
 from moe_rl.routing import RoutingTrace, layout_of, observe
-from moe_rl.routing.sites import ROUTE
+from moe_rl.routing.moe_layers import ROUTE
 from moe_rl.routing.trace import Layout
 
 STATED = "as stated"
@@ -33,7 +33,7 @@ LOGITS, AT_ONCE = 2**26, 2**24
 FLOORS = 4.0
 """Times the noise floor that is still noise."""
 Routes = Callable[[Response, Layout], NDArray]
-"""Ids [rows, site, k] to be forced on a response, -1 where free."""
+"""Ids [rows, MoE layer, k] to be forced on a response, -1 where free."""
 Positions = Callable[[Response], NDArray]
 """Of every token of a response."""
 
@@ -56,12 +56,12 @@ class Scorer:
         self.readings: Mapping[str, tuple[str, str]] = list_readings(self.responses)
         self.has_gates = any(r.gates is not None for r in self.responses)
         names = (STATED, *self.readings)
-        self.natural = score(
+        self.unconstrained = score(
             self.model, self.responses, names, batch_tokens=self.batch_tokens, keep_gates=self.has_gates
         )
-        if not np.isfinite(self.natural.logprobs[STATED]).all():
+        if not np.isfinite(self.unconstrained.logprobs[STATED]).all():
             raise ConfigError("the checkpoint's log-probs of these tokens are not finite. Check it, or use --dtype.")
-        self.base = self.compare("natural", self.natural.logprobs[STATED])
+        self.base = self.compare("unconstrained", self.unconstrained.logprobs[STATED])
 
     @property
     def dtype(self) -> str:
@@ -71,8 +71,8 @@ class Scorer:
         """The log-probs of all response tokens beside the engine's."""
         return Fit(name, (logprobs - self.engine)[self.own].astype(np.float32), self.owner[self.own], **about)
 
-    def compare_with_natural(self, name: str, logprobs: NDArray) -> Fit:
-        return Fit(name, (logprobs - self.natural.logprobs[STATED])[self.own], self.owner[self.own])
+    def compare_with_unconstrained(self, name: str, logprobs: NDArray) -> Fit:
+        return Fit(name, (logprobs - self.unconstrained.logprobs[STATED])[self.own], self.owner[self.own])
 
     def measure_floor(self) -> tuple[Fit, float]:
         """The model against itself, each response alone and padded, and rows in another order and company; and the KL
@@ -83,28 +83,30 @@ class Scorer:
         backwards = score(self.model, self.responses[::-1], batch_tokens=fewer).logprobs[STATED]
         ends = np.cumsum([len(r.logprobs) for r in self.responses[::-1]])[:-1]
         forwards = np.concatenate(np.split(backwards, ends)[::-1])
-        floor = max((self.compare_with_natural("noise floor", x) for x in (alone, forwards)), key=lambda fit: fit.mean)
+        floor = max(
+            (self.compare_with_unconstrained("noise floor", x) for x in (alone, forwards)), key=lambda fit: fit.mean
+        )
         config: Any = self.model.config
         eps = torch.finfo(next(self.model.parameters()).dtype).eps
-        magnitude = float(np.sqrt(np.mean(self.natural.logprobs[STATED][self.own] ** 2)))
+        magnitude = float(np.sqrt(np.mean(self.unconstrained.logprobs[STATED][self.own] ** 2)))
         least = rounding(eps, config.get_text_config().num_hidden_layers, magnitude) ** 2 / 2
         return floor, max(least, FLOORS * floor.mean)
 
     # ------------------------------------------------------------------ what else the log-probs may be
     def compare_readings(self) -> Iterator[Fit]:
-        """The natural forward under each other meaning of a log-prob."""
-        natural = self.natural.logprobs[STATED]
-        yield from self.compare_temperatures(self.natural)
+        """The unconstrained forward under each other meaning of a log-prob."""
+        unconstrained = self.unconstrained.logprobs[STATED]
+        yield from self.compare_temperatures(self.unconstrained)
         for by in (1, -1):
-            index = np.arange(len(natural)) + by
-            inside = (index >= 0) & (index < len(natural))
-            index = index.clip(0, len(natural) - 1)
+            index = np.arange(len(unconstrained)) + by
+            inside = (index >= 0) & (index < len(unconstrained))
+            index = index.clip(0, len(unconstrained) - 1)
             inside &= (self.owner[index] == self.owner) & np.isfinite(self.engine[index])
-            shifted = np.where(inside, natural[index], natural)
+            shifted = np.where(inside, unconstrained[index], unconstrained)
             yield self.compare(f"log-probs {by:+d} token", shifted, causes=("logprob_shift",), detail=f"{by:+d}")
-        blank = (self.engine == 0) & (natural < -np.log(2))
+        blank = (self.engine == 0) & (unconstrained < -np.log(2))
         if blank.any() and (self.engine[self.own] != 0).any():
-            zeros = np.where(blank, 0.0, natural)
+            zeros = np.where(blank, 0.0, unconstrained)
             yield self.compare("zeros where nothing was sampled", zeros, causes=("response_mask",))
 
     def compare_temperatures(self, scores: Scores, *beside: str) -> Iterator[Fit]:
@@ -145,8 +147,8 @@ class Scorer:
         return self.compare(name, scores.logprobs[STATED])
 
 
-def measure_agreement(a: Sequence[NDArray], b: Sequence[NDArray]) -> Float[NDArray, " site"]:
-    """Share of tokens at which both chose the same experts, in whatever order, by site."""
+def measure_agreement(a: Sequence[NDArray], b: Sequence[NDArray]) -> Float[NDArray, " moe_layer"]:
+    """Share of tokens at which both chose the same experts, in whatever order, by MoE layer."""
     return np.concatenate([hash_sets(x) == hash_sets(y) for x, y in zip(a, b, strict=True)]).mean(0)
 
 
@@ -169,7 +171,7 @@ class Scores:
     logprobs: dict[str, Float[NDArray, " token"]]
     """By reading."""
     routes: list[NDArray]
-    """Per response the experts used [rows, site, k]; none under other positions."""
+    """Per response the experts used [rows, MoE layer, k]; none under other positions."""
     gates: list[NDArray]
     """Their combine weights, where asked for and known."""
 
@@ -249,7 +251,7 @@ def make_trace(
 ) -> RoutingTrace:
     """The ids to be forced on these rows; what cannot be a route (all zero, an expert twice) is free."""
     layout = layout_of(model)
-    ids = torch.full((*mask.shape, len(layout.sites), layout.top_k), -1)
+    ids = torch.full((*mask.shape, len(layout.moe_layers), layout.top_k), -1)
     weights = torch.zeros(ids.shape) if gates else None
     for b, r in enumerate(responses):
         forced = torch.from_numpy(routes(r, layout).astype(np.int64))

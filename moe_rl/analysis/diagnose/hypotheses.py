@@ -31,7 +31,7 @@ from moe_rl.analysis.diagnose.scopes import (
 )
 from moe_rl.policies.hf import BIAS
 from moe_rl.rollouts.mismatch import to_int8_and_back
-from moe_rl.routing.sites import RoutingModule, find_sites
+from moe_rl.routing.moe_layers import RoutingModule, find_moe_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +96,7 @@ def _round_routers(model: nn.Module) -> Iterator[Hypothesis]:
 
 
 def _change_gates(model: nn.Module) -> Iterator[Hypothesis]:
-    modules, selectors = zip(*((spec.module, spec.selector) for spec in find_sites(model)), strict=True)
+    modules, selectors = zip(*((spec.module, spec.selector) for spec in find_moe_layers(model)), strict=True)
     if any(bool(getattr(m, BIAS).any()) for m in modules if isinstance(getattr(m, BIAS, None), Tensor)):
         without = change_routers(lambda spec: getattr(spec.module, BIAS).zero_())
         yield Hypothesis("lost_bias", "correction bias lost", without)
@@ -125,9 +125,9 @@ def _scale(spec: RoutingModule, power: int) -> None:
 
 def _count_experts(model: nn.Module) -> Iterator[Hypothesis]:
     """Another number of experts per token, where the router keeps that number itself."""
-    sites = find_sites(model)
-    used = {getattr(spec.selector, "top_k", None) for spec in sites}
-    k, least = used.pop(), min(spec.site.num_experts for spec in sites)
+    moe_layers = find_moe_layers(model)
+    used = {getattr(spec.selector, "top_k", None) for spec in moe_layers}
+    k, least = used.pop(), min(spec.moe_layer.num_experts for spec in moe_layers)
     if used or not isinstance(k, int):
         return
     for count in sorted({k - 1, k + 1, 2 * k, k // 2} - {k}):

@@ -16,7 +16,7 @@ from moe_rl.analysis.diagnose.forwards import STATED, Scorer, score
 from moe_rl.analysis.diagnose.responses import Response, count_turns, has_routes, select_ids
 from moe_rl.analysis.response_page import write_response_page
 from moe_rl.errors import RoutingError
-from moe_rl.routing.sites import ROUTE
+from moe_rl.routing.moe_layers import ROUTE
 from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.storage.links import replaced
 
@@ -32,7 +32,7 @@ SEEN, LARGER = 8, 1.5
 
 @dataclass(frozen=True)
 class Location:
-    """A part of the tokens, and the natural gap in it."""
+    """A part of the tokens, and the unconstrained gap in it."""
 
     kind: str
     """turn, position, expert, weight version or prefix; or sets of a layer."""
@@ -44,7 +44,8 @@ class Location:
 
 
 def locate_gap(scorer: Scorer, versions_shown: int | None = MOST) -> Iterator[Location]:
-    """The natural gap, taken apart; parts without tokens are left out, and further weight versions (None: none are)."""
+    """The unconstrained gap, taken apart; parts without tokens are left out, and further weight versions (None: none
+    are)."""
     kl, own, responses = scorer.base.kls, scorer.own, scorer.responses
     position, turn = _position(scorer), np.concatenate([count_turns(r.logprobs) for r in responses])[own]
 
@@ -57,12 +58,12 @@ def locate_gap(scorer: Scorer, versions_shown: int | None = MOST) -> Iterator[Lo
     for low, high in zip(EDGES, EDGES[1:], strict=False):
         name = f"{low}" if high == low + 1 else f"{low}–{high - 1}"
         yield from place("position", name, (position >= low) & (position < high))
-    rows = [ids[r.prompt - 1 :] for r, ids in zip(responses, scorer.natural.routes, strict=True)]
+    rows = [ids[r.prompt - 1 :] for r, ids in zip(responses, scorer.unconstrained.routes, strict=True)]
     used = np.concatenate(rows)[own]
     experts: list[Location] = []
-    for s, site in enumerate(scorer.layout.sites):
-        for expert in range(site.num_experts):
-            name = f"layer {site.decoder_layer}, expert {expert}"
+    for s, moe_layer in enumerate(scorer.layout.moe_layers):
+        for expert in range(moe_layer.num_experts):
+            name = f"layer {moe_layer.decoder_layer}, expert {expert}"
             experts += place("expert", name, (used[:, s] == expert).any(-1))
     experts = [x for x in experts if x.tokens >= SEEN and x.value > LARGER * kl.mean()]
     yield from sorted(experts, key=lambda x: -x.value)[: MOST // 2]
@@ -108,8 +109,8 @@ class Example:
     layout: Layout
     response: Response
     sides: Mapping[str, tuple[NDArray, NDArray]]
-    """Of the engine, the natural and the replayed forward: ids of the inputs, [rows, site, k], and log-probs of the
-    response's tokens."""
+    """Of the engine, the unconstrained and the replayed forward: ids of the inputs, [rows, MoE layer, k], and log-probs
+    of the response's tokens."""
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
@@ -119,10 +120,10 @@ def choose_example(scorer: Scorer, tokenizer: PreTrainedTokenizerBase | None) ->
     if not routed:
         return None
     b = max(routed, key=lambda b: scorer.base.kl[b])
-    response, natural = scorer.responses[b], scorer.natural
+    response, unconstrained = scorer.responses[b], scorer.unconstrained
     sides = {
         "engine": (select_ids(response, scorer.layout), response.logprobs),
-        "natural": (natural.routes[b], natural.logprobs[STATED][scorer.owner == b]),
+        "unconstrained": (unconstrained.routes[b], unconstrained.logprobs[STATED][scorer.owner == b]),
     }
     try:
         forced = score(scorer.model, [response], routes=select_ids)

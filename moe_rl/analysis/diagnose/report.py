@@ -70,8 +70,8 @@ def counts(diagnosis: Diagnosis) -> str:
 
 
 def tabulate_fits(diagnosis: Diagnosis, most: int | None = None) -> Shown:
-    """A row per forward: natural, noise, rounding and forced routes first, then hypotheses, the best first."""
-    known = [r for r in diagnosis.fits if r.name in ("natural", "noise floor", "rounding") or "forced" in r.name]
+    """A row per forward: unconstrained, noise, rounding and forced routes first, then hypotheses, the best first."""
+    known = [r for r in diagnosis.fits if r.name in ("unconstrained", "noise floor", "rounding") or "forced" in r.name]
     rest = diagnosis.fits[len(known) :]
     shown = rest if most is None else [r for r in rest if diagnosis.left[r.name][0] <= LEAD][:most]
     more = f" {len(rest) - len(shown)} more hypotheses are on the page." if len(rest) > len(shown) else ""
@@ -81,7 +81,7 @@ def tabulate_fits(diagnosis: Diagnosis, most: int | None = None) -> Shown:
         [_row(r, diagnosis) for r in [*known, *shown]],
         "KL: k3 = r − 1 − log r, r = p(forward)/p(engine), mean over responses with its 95 % interval. Noise floor "
         "(other batches, padding) and rounding (float32 against bfloat16) are the checkpoint against itself. Score: "
-        f"share of the mean |log r| of the natural forward that is left. {counts(diagnosis)}.{more}",
+        f"share of the mean |log r| of the unconstrained forward that is left. {counts(diagnosis)}.{more}",
     )
 
 

@@ -139,7 +139,7 @@ class Rollouts:
 
     def _narrow(self, ids: NDArray, where: str) -> NDArray:
         """In the narrowest dtype, -1 where the engine marks a missing route. Refuses ids that no expert has."""
-        limits = np.array([site.num_experts for site in self.layout.sites])
+        limits = np.array([moe_layer.num_experts for moe_layer in self.layout.moe_layers])
         marks = [mark for mark in NO_ROUTE if not 0 <= mark < limits.max()]
         ids[np.isin(ids[..., 0], marks) & (ids == ids[..., :1]).all(-1)] = -1
         here = ids[:, match_layers(ids.shape[1], self.layout)]
@@ -147,8 +147,9 @@ class Rollouts:
         if wrong.any():
             t, s = np.argwhere(wrong)[0].tolist()
             raise ConfigError(
-                f"{where}: token {t} has experts {here[t, s].tolist()} in layer {self.layout.sites[s].decoder_layer}, "
-                f"but ids run from 0 to {limits[s] - 1}. Are they counted from 1, or of another model or dtype?"
+                f"{where}: token {t} has experts {here[t, s].tolist()} in layer "
+                f"{self.layout.moe_layers[s].decoder_layer}, but ids run from 0 to {limits[s] - 1}. "
+                "Are they counted from 1, or of another model or dtype?"
             )
         return ids.astype(np.int16 if limits.max() > 128 else np.int8)
 
@@ -167,10 +168,10 @@ def has_routes(response: Response, layout: Layout) -> bool:
     return response.ids is not None and response.ids.shape[2] == layout.top_k
 
 
-def select_ids(response: Response, layout: Layout) -> Integer[NDArray, "rows site k"]:
-    """The ids of the sites, as the engine numbers its layers; all -1 for a response without routes of this k."""
+def select_ids(response: Response, layout: Layout) -> Integer[NDArray, "rows moe_layer k"]:
+    """The ids of the MoE layers, as the engine numbers its layers; all -1 for a response without routes of this k."""
     if response.ids is None or not has_routes(response, layout):
-        return np.full((len(response.tokens) - 1, len(layout.sites), layout.top_k), -1)
+        return np.full((len(response.tokens) - 1, len(layout.moe_layers), layout.top_k), -1)
     return response.ids[:, match_layers(response.ids.shape[1], layout)]
 
 
@@ -181,6 +182,8 @@ def count_turns(logprobs: Float[NDArray, " response"]) -> Integer[NDArray, " res
 
 
 def match_layers(reported: int, layout: Layout) -> list[int]:
-    """Which of so many reported layers is which site: all layers, or those that route."""
-    sites = layout.sites
-    return list(range(reported)) if reported == len(sites) else [site.decoder_layer for site in sites]
+    """Which of so many reported layers is which MoE layer: all layers, or those that route."""
+    moe_layers = layout.moe_layers
+    return (
+        list(range(reported)) if reported == len(moe_layers) else [moe_layer.decoder_layer for moe_layer in moe_layers]
+    )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moe_rl.analysis.diagnose.causes import describe
 from moe_rl.analysis.diagnose.responses import Response, has_routes, hash_sets, match_layers
-from moe_rl.routing.sites import ALL_ZERO, MISSING, ROUTE
+from moe_rl.routing.moe_layers import ALL_ZERO, MISSING, ROUTE
 from moe_rl.routing.trace import Layout
 
 CLEAR = 0.3
@@ -52,22 +52,23 @@ class Pair:
     """One response: what the engine reported, and what the model picks for the same tokens."""
 
     response: Response
-    ids: Integer[NDArray, "rows site k"]
-    natural: Integer[NDArray, "rows site k"]
+    ids: Integer[NDArray, "rows moe_layer k"]
+    unconstrained: Integer[NDArray, "rows moe_layer k"]
     layer_keys: Integer[NDArray, "rows layer"]
     """Of all reported layers; -1 where there is no route, or a row of zeros."""
-    natural_keys: Integer[NDArray, "rows site"]
-    gates: Float[NDArray, "rows site k"] | None
-    natural_gates: Float[NDArray, "rows site k"] | None
+    unconstrained_keys: Integer[NDArray, "rows moe_layer"]
+    gates: Float[NDArray, "rows moe_layer k"] | None
+    unconstrained_gates: Float[NDArray, "rows moe_layer k"] | None
 
 
 class Reported:
-    """The reported routes of all responses, beside those of a reference: natural, or under what explains the gap."""
+    """The reported routes of all responses, beside those of a reference: unconstrained, or under what explains the
+    gap."""
 
     def __init__(
         self,
         responses: Sequence[Response],
-        natural: Sequence[NDArray],
+        unconstrained: Sequence[NDArray],
         gates: Sequence[NDArray],
         layout: Layout,
         expected: float,
@@ -75,7 +76,7 @@ class Reported:
         self.layout, self.expected = layout, expected
         self.pairs: list[Pair] = []
         self.layers: list[int] = []
-        for i, (r, ids) in enumerate(zip(responses, natural, strict=True)):
+        for i, (r, ids) in enumerate(zip(responses, unconstrained, strict=True)):
             if r.ids is None or not has_routes(r, layout) or len(ids) != len(r.tokens) - 1:
                 continue
             own = match_layers(r.ids.shape[1], layout)
@@ -89,10 +90,10 @@ class Reported:
         self.agreement = self.match()
 
     def match(self, layers: int = 0, rows: int = 0, prompt: bool | None = None, inside: int = 0) -> float:
-        """Share of (token, site) pairs whose set is the natural one, where the reported layer is taken `layers` further
-        and the row `rows` later; on request rows of the prompt or the response alone, or sites alone that have a layer
-        `inside` further. Rows of zeros and missing ones do not count, nor do those beyond the edge. NaN over few
-        pairs."""
+        """Share of (token, MoE layer) pairs whose set is the unconstrained one, where the reported layer is taken
+        `layers` further and the row `rows` later; on request rows of the prompt or the response alone, or MoE layers
+        alone that have a layer `inside` further. Rows of zeros and missing ones do not count, nor do those beyond the
+        edge. NaN over few pairs."""
         same = n = 0
         for p in self.pairs:
             count = p.layer_keys.shape[1]
@@ -102,21 +103,21 @@ class Reported:
             if prompt is not None:
                 t = t[(t < p.response.prompt - 1) == prompt]
             known = mine[t + rows] >= 0
-            same += int((known & (mine[t + rows] == p.natural_keys[:, here][t])).sum())
+            same += int((known & (mine[t + rows] == p.unconstrained_keys[:, here][t])).sum())
             n += int(known.sum())
         return same / n if n >= FEW else float("nan")
 
     def compare(self, pair: Pair) -> tuple[NDArray, NDArray]:
-        """Of every row and site whether a route is known, and whether it is the natural one."""
+        """Of every row and MoE layer whether a route is known, and whether it is the unconstrained one."""
         mine = pair.layer_keys[:, self.layers]
-        return mine >= 0, (mine >= 0) & (mine == pair.natural_keys)
+        return mine >= 0, (mine >= 0) & (mine == pair.unconstrained_keys)
 
     def is_clear(self, agreement: float, base: float) -> bool:
         """Whether a pattern agrees much better than the routes as they are, and about as well as routes can."""
         return agreement >= base + CLEAR and agreement >= SURE * self.expected
 
-    def measure_by_site(self) -> Float[NDArray, " site"]:
-        """Agreement of every site with itself; NaN over few rows."""
+    def measure_by_moe_layer(self) -> Float[NDArray, " moe_layer"]:
+        """Agreement of every MoE layer with itself; NaN over few rows."""
         known, same = (np.concatenate(x).sum(0) for x in zip(*map(self.compare, self.pairs), strict=True))
         return np.where(known >= FEW, same / np.maximum(known, 1), np.nan)
 
@@ -154,7 +155,7 @@ def find_layer_shift(routes: Reported) -> list[Fault]:
     enough = max(2, len(routes.layers) / 2)  # a single layer that fits is a copy
     tried = {d: routes.match(layers=d) for d in shared if shared[d] >= enough}
     best = max(tried, key=lambda d: np.nan_to_num(tried[d], nan=-1.0), default=0)
-    base = routes.match(inside=best)  # of the same sites
+    base = routes.match(inside=best)  # of the same MoE layers
     if not best or not routes.is_clear(tried[best], base):
         return []
     evidence = f"{_share(tried[best])} of its sets are the model's own when read so, {_share(base)} unchanged"
@@ -173,7 +174,7 @@ def find_row_shift(routes: Reported) -> list[Fault]:
 
 
 def find_swapped_responses(routes: Reported) -> list[Fault]:
-    """Rows that are the natural ones of another response, at the places where the two responses differ."""
+    """Rows that are the unconstrained ones of another response, at the places where the two responses differ."""
     own = {id(p): same.sum() / max(1, known.sum()) for p in routes.pairs for known, same in [routes.compare(p)]}
     wrong = [p for p in routes.pairs if own[id(p)] < RIGHT * routes.expected]
     hits = sum(any(_has_routes_of(routes, p, q) for q in routes.pairs if q is not p) for p in wrong)
@@ -186,27 +187,27 @@ def find_swapped_responses(routes: Reported) -> list[Fault]:
 def _has_routes_of(routes: Reported, p: Pair, q: Pair) -> bool:
     """Whether the keys reported for `p` are those of `q`, and not its own, where both could tell: behind the prompt
     that they may share."""
-    n = min(len(p.natural_keys), len(q.natural_keys))
-    mine, own, theirs = p.layer_keys[:n, routes.layers], p.natural_keys[:n], q.natural_keys[:n]
+    n = min(len(p.unconstrained_keys), len(q.unconstrained_keys))
+    mine, own, theirs = p.layer_keys[:n, routes.layers], p.unconstrained_keys[:n], q.unconstrained_keys[:n]
     apart = (own != theirs) & (mine >= 0)
-    same, natural, places = (int((x & apart).sum()) for x in (mine == theirs, mine == own, apart))
-    return places >= FEW and same >= max(SURE * routes.expected * places, natural + CLEAR * places)
+    same, unconstrained, places = (int((x & apart).sum()) for x in (mine == theirs, mine == own, apart))
+    return places >= FEW and same >= max(SURE * routes.expected * places, unconstrained + CLEAR * places)
 
 
 def find_physical_ids(routes: Reported) -> list[Fault]:
     """Experts by other numbers: in every layer one permutation makes the sets the model's own."""
     reported = np.concatenate([p.ids for p in routes.pairs]).astype(np.int64)
-    natural = np.concatenate([p.natural for p in routes.pairs]).astype(np.int64)
+    unconstrained = np.concatenate([p.unconstrained for p in routes.pairs]).astype(np.int64)
     tables = []
-    for s, site in enumerate(routes.layout.sites):
-        n, a, b = site.num_experts, reported[:ROWS, s], natural[:ROWS, s]
+    for s, moe_layer in enumerate(routes.layout.moe_layers):
+        n, a, b = moe_layer.num_experts, reported[:ROWS, s], unconstrained[:ROWS, s]
         if len(a) < 4 * n:
             return []
         both = (a[:, :, None] * n + b[:, None, :])[(a >= 0).all(-1) & (b >= 0).all(-1)]
         counts = np.bincount(both.ravel(), minlength=n * n).reshape(n, n)
         tables.append(scipy.optimize.linear_sum_assignment(-counts)[1])
     at = np.arange(len(tables))[:, None]
-    own = (np.sort(np.stack(tables)[at, reported.clip(min=0)], -1) == np.sort(natural, -1)).all(-1).mean()
+    own = (np.sort(np.stack(tables)[at, reported.clip(min=0)], -1) == np.sort(unconstrained, -1)).all(-1).mean()
     if not routes.is_clear(float(own), routes.agreement):
         return []
     evidence = f"{_share(own)} of the sets are the model's own under one permutation per layer"
@@ -215,14 +216,14 @@ def find_physical_ids(routes: Reported) -> list[Fault]:
 
 def find_overwritten_layers(routes: Reported) -> list[Fault]:
     """Some layers, fewer than the others, that agree with nothing, while the others do."""
-    own = routes.measure_by_site()
+    own = routes.measure_by_moe_layer()
     if len(own) < 2 or np.isnan(own).any():
         return []
     bad = np.flatnonzero(own < min(0.5, SURE * float(np.max(own))))
     rest = np.delete(own, bad)
     if not len(bad) or len(bad) > len(rest) or rest.min() < RIGHT * routes.expected:  # other weights differ everywhere
         return []
-    names = ", ".join(str(routes.layout.sites[s].decoder_layer) for s in bad)
+    names = ", ".join(str(routes.layout.moe_layers[s].decoder_layer) for s in bad)
     evidence = f"{_share(own[bad].mean())} of its sets are the model's own, {_share(rest.mean())} in the other layers"
     return [Fault("overwritten_layer", evidence, names)]
 
@@ -256,15 +257,17 @@ def find_faults_of_weights(routes: Reported) -> list[Fault]:
     """Combine weights in another order than the ids, which ascend then, or with another sum."""
     if routes.layout.top_k == 1 or routes.agreement < RIGHT * routes.expected:
         return []
-    weighed = [p for p in routes.pairs if p.gates is not None and p.natural_gates is not None]
+    weighed = [p for p in routes.pairs if p.gates is not None and p.unconstrained_gates is not None]
     same = [(p, routes.compare(p)[1]) for p in weighed or routes.pairs]
-    ids, natural = (np.concatenate([getattr(p, name)[rows] for p, rows in same]) for name in ("ids", "natural"))
-    ascends, by_itself = ((np.diff(x.astype(int), axis=-1) > 0).all(-1).mean() for x in (ids, natural))
+    ids, unconstrained = (
+        np.concatenate([getattr(p, name)[rows] for p, rows in same]) for name in ("ids", "unconstrained")
+    )
+    ascends, by_itself = ((np.diff(x.astype(int), axis=-1) > 0).all(-1).mean() for x in (ids, unconstrained))
     is_sorted = len(ids) >= 20 and ascends == 1 and by_itself < 0.9
     if not weighed:
         return [Fault("sorted_ids", "all rows ascend, which replay allows", fault=False)] if is_sorted else []
-    gates, own = (np.concatenate([getattr(p, x)[rows] for p, rows in same]) for x in ("gates", "natural_gates"))
-    order = np.argsort(natural, -1)
+    gates, own = (np.concatenate([getattr(p, x)[rows] for p, rows in same]) for x in ("gates", "unconstrained_gates"))
+    order = np.argsort(unconstrained, -1)
     by_expert = np.take_along_axis(np.take_along_axis(own, order, -1), np.argsort(np.argsort(ids, -1), -1), -1)
     times = gates.sum(-1) / own.sum(-1).clip(min=1e-12)
     low, factor, high = np.quantile(times, (0.05, 0.5, 0.95))

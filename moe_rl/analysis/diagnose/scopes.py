@@ -14,7 +14,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.integrations.cpu_kernels.experts import NAME
 from moe_rl.models.load import keep_routers_in
 from moe_rl.routing.intercept import in_order
-from moe_rl.routing.sites import RoutingModule, find_sites, router_matrices
+from moe_rl.routing.moe_layers import RoutingModule, find_moe_layers, router_matrices
 
 Scope = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 
@@ -26,13 +26,13 @@ def change_routers(change: Callable[[RoutingModule], Any], dtype: torch.dtype | 
     @contextmanager
     def scope(model: nn.Module) -> Iterator[nn.Module]:
         names = {module: name for name, module in model.named_modules()}
-        routers = {names[spec.module]: spec.module for spec in find_sites(model)}
-        attributes = [(vars(spec.selector), dict(vars(spec.selector))) for spec in find_sites(model)]
+        routers = {names[spec.module]: spec.module for spec in find_moe_layers(model)}
+        attributes = [(vars(spec.selector), dict(vars(spec.selector))) for spec in find_moe_layers(model)]
         try:
             for name, module in routers.items():
                 model.set_submodule(name, copy.deepcopy(module))
             with torch.no_grad():
-                for spec in find_sites(model):
+                for spec in find_moe_layers(model):
                     change(spec)
             if dtype is not None:
                 keep_routers_in(model, dtype)
@@ -59,7 +59,7 @@ def change_weights(select: Callable[[nn.Module], Sequence[Tensor]], change: Call
 
 
 def select_routers(model: nn.Module) -> list[Tensor]:
-    return [p for spec in find_sites(model) for p in router_matrices(spec)]
+    return [p for spec in find_moe_layers(model) for p in router_matrices(spec)]
 
 
 def select_matrices(model: nn.Module) -> list[Tensor]:

@@ -42,7 +42,7 @@ def clipped(x: LossInputs, *, bound: float) -> LossOutput:
     )
 
 
-def responses(batch: Rollouts, natural: Scored) -> RoutingTrace:
+def responses(batch: Rollouts, unconstrained: Scored) -> RoutingTrace:
     """Routing Replay at the inputs that decide response tokens; all other tokens route freely."""
-    where = natural.routes.known & response_rows(batch)[..., None].to(natural.routes.experts.device)
-    return natural.routes.only(where)
+    where = unconstrained.routes.known & response_rows(batch)[..., None].to(unconstrained.routes.experts.device)
+    return unconstrained.routes.only(where)

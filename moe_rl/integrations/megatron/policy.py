@@ -46,8 +46,8 @@ from moe_rl.integrations.megatron.weights import WeightMap, gather
 from moe_rl.integrations.on_ranks import from_rank_0
 from moe_rl.objectives import LossOutput, Objective
 from moe_rl.policies.hf import balance, correction_biases, fill_rows
+from moe_rl.routing.moe_layers import layout_of
 from moe_rl.routing.router_noise import Noise
-from moe_rl.routing.sites import layout_of
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import MiniBatch, Rollouts, Scored, Stage, Updated
 
@@ -89,7 +89,9 @@ class MegatronPolicy:
         transformer = transformer_config(config, parallel, dtype, recompute)
         self.gpt = build_gpt(config, transformer).to(self.device)
         sparse = sparse_layers(config)
-        if [site.decoder_layer for site in self.layout.sites] != [n for n, here in enumerate(sparse) if here]:
+        if [moe_layer.decoder_layer for moe_layer in self.layout.moe_layers] != [
+            n for n, here in enumerate(sparse) if here
+        ]:
             raise ConfigError(f"{config.model_type} has routers in other layers than its configuration names")
         self.routers = Routers(self.gpt, num_experts(config), routers_of_stages(sparse, parallel.pp))
         self.module = Float16Module(transformer, self.gpt) if transformer.bf16 else self.gpt
@@ -110,8 +112,8 @@ class MegatronPolicy:
     def score(
         self, batch: Rollouts, routes: RoutingTrace | None = None, scores: bool = False, noise: Noise | None = None
     ) -> Scored:
-        """Log-probs, entropy and routes of a batch; natural routing when `routes` is None. Megatron-core's routers give
-        no `scores`. See `Policy.score`."""
+        """Log-probs, entropy and routes of a batch; unconstrained routing when `routes` is None. Megatron-core's
+        routers give no `scores`. See `Policy.score`."""
         _refuse(noise)
         return SchedulePass(self, batch, routes, Cut.of(batch, self.score_batch)).run()[0]
 

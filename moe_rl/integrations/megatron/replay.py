@@ -26,9 +26,9 @@ from moe_rl.routing.trace import Layout, RoutingTrace
 from moe_rl.types import Rollouts
 
 
-class SiteReplay(RouterReplay):
+class MoeLayerReplay(RouterReplay):
     """Megatron-core's RouterReplay of one router, with three additions to its target look-up: a row of -1 routes
-    freely, what the router would have picked itself is kept, and groups are the model's own. Natural routing is a
+    freely, what the router would have picked itself is kept, and groups are the model's own. Unconstrained routing is a
     target that is -1 everywhere."""
 
     target_topk_idx: Tensor
@@ -69,7 +69,7 @@ class ReplayRouter(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None):
         super().__init__(config, pg_collection)
         RouterReplay.global_router_replay_instances.remove(self.router_replay)
-        self.router_replay: SiteReplay = SiteReplay()
+        self.router_replay: MoeLayerReplay = MoeLayerReplay()
         self.router_replay.in_order = self.score_function == "softmax"  # transformers sorts no others
 
     def _apply_expert_bias(self, *args: object, **kwargs: object) -> None:
@@ -80,13 +80,13 @@ class Routers:
     """The routers of this rank's layers, in forward order."""
 
     def __init__(self, model: nn.Module, num_experts: int, sizes: Sequence[int]):
-        """`sizes`: sites of each pipeline stage; dense layers have none."""
+        """`sizes`: MoE layers of each pipeline stage; dense layers have none."""
         self.num_experts, self.device, self.sizes = num_experts, next(model.parameters()).device, sizes
         self.modules = [module for module in model.modules() if isinstance(module, ReplayRouter)]
-        self.sites: list[SiteReplay] = [module.router_replay for module in self.modules]
+        self.moe_layers: list[MoeLayerReplay] = [module.router_replay for module in self.modules]
         stage = ps.get_pipeline_model_parallel_rank()
         self.layers = slice(sum(sizes[:stage]), sum(sizes[: stage + 1]))
-        """Which sites of a trace are this stage's."""
+        """Which MoE layers of a trace are this stage's."""
 
     @contextmanager
     def schedule(self, recompute: bool) -> Iterator[None]:
@@ -94,7 +94,7 @@ class Routers:
         self._clear()
         try:
             yield
-            left = sum(len(site.replay_backward_list) for site in self.sites)
+            left = sum(len(moe_layer.replay_backward_list) for moe_layer in self.moe_layers)
             if recompute and left:
                 raise RoutingError(
                     f"{left} layers were not recomputed with the replayed routing. Switch off recompute."
@@ -102,36 +102,39 @@ class Routers:
         finally:
             self._clear()
 
-    def aim(self, ids: Integer[Tensor, "rows time site k"], unknown: int) -> None:
-        """Routes of the micro-batch whose forward comes next, at this stage's sites; `unknown` routes freely."""
+    def aim(self, ids: Integer[Tensor, "rows time moe_layer k"], unknown: int) -> None:
+        """Routes of the micro-batch whose forward comes next, at this stage's MoE layers; `unknown` routes freely."""
         ranks, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
-        for site, targets in zip(self.sites, ids.permute(2, 1, 0, 3), strict=True):
+        for moe_layer, targets in zip(self.moe_layers, ids.permute(2, 1, 0, 3), strict=True):
             targets = targets.chunk(ranks)[rank]  # sequence parallel: a rank sees its part of the tokens
             targets = targets.flatten(0, 1).to(self.device, torch.int64)
-            site.set_target_indices(targets.masked_fill(targets == unknown, -1))
-            site.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            moe_layer.set_target_indices(targets.masked_fill(targets == unknown, -1))
+            moe_layer.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def taken(self, rows: int, *, preferred: bool) -> tuple[Tensor, Tensor | None]:
-        """After that forward: ids used, on request ids preferred, [site, time, rows, k], this rank's part. From here
-        on, until the next micro-batch, a router that runs again is recomputed."""
-        for site in self.sites:
-            site.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        """After that forward: ids used, on request ids preferred, [MoE layer, time, rows, k], this rank's part. From
+        here on, until the next micro-batch, a router that runs again is recomputed."""
+        for moe_layer in self.moe_layers:
+            moe_layer.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
 
         def stack(kind: str) -> Tensor:
-            return torch.stack([getattr(site, kind).to(narrow).unflatten(0, (-1, rows)) for site in self.sites])
+            return torch.stack(
+                [getattr(moe_layer, kind).to(narrow).unflatten(0, (-1, rows)) for moe_layer in self.moe_layers]
+            )
 
         return stack("target_topk_idx"), stack("preferred") if preferred else None
 
     def _clear(self) -> None:
-        for site in self.sites:
-            site.clear_indices()
-            site.clear_router_replay_action()
+        for moe_layer in self.moe_layers:
+            moe_layer.clear_indices()
+            moe_layer.clear_router_replay_action()
 
 
 def gather_rows(parts: list[Tensor], sizes: Sequence[int] | None) -> Tensor:
-    """What `Routers.taken` gave for every micro-batch, as [batch, time, site, …] on every rank. `sizes` as there."""
-    mine = torch.stack(parts)  # [micro-batch, site, time, rows, …]
+    """What `Routers.taken` gave for every micro-batch, as [batch, time, MoE layer, …] on every rank. `sizes` as
+    there."""
+    mine = torch.stack(parts)  # [micro-batch, MoE layer, time, rows, …]
     mine = gather(mine, 2, ps.get_tensor_model_parallel_group())
     mine = gather(mine, 1, ps.get_pipeline_model_parallel_group(), sizes)
     mine = gather(mine, 0, ps.get_data_parallel_group())
@@ -162,10 +165,10 @@ def own_targets(
     rows: Integer[Tensor, " rows"],
     layers: slice,
     width: int,
-) -> Integer[Tensor, "rows width site k"]:
-    """Ids to force at some rows of the batch and the sites of one stage, unknown where a router decides: this rank's
-    part of the routes, and nothing more."""
-    shape = len(rows), width, len(layout.sites[layers]), layout.top_k
+) -> Integer[Tensor, "rows width moe_layer k"]:
+    """Ids to force at some rows of the batch and the MoE layers of one stage, unknown where a router decides: this
+    rank's part of the routes, and nothing more."""
+    shape = len(rows), width, len(layout.moe_layers[layers]), layout.top_k
     if routes is None:
         return torch.full((1, 1, 1, 1), layout.unknown, dtype=layout.dtype).expand(shape)
     ids, followed = torch.full(shape, layout.unknown, dtype=layout.dtype), _followed(batch)
@@ -180,7 +183,7 @@ def shared_trace(
 ) -> RoutingTrace:
     """What `Routers.taken` gave for every micro-batch of every rank as a trace over the batch, unknown where no token
     follows; collective. A machine holds the ids once; a few rows of them at a time are on the way."""
-    ids, fills = one_per_machine((*batch.tokens.shape, len(layout.sites), layout.top_k), layout.dtype)
+    ids, fills = one_per_machine((*batch.tokens.shape, len(layout.moe_layers), layout.top_k), layout.dtype)
     if fills:
         ids.fill_(layout.unknown)
     size, followed, world = parts[0].shape[2], _followed(batch).cpu(), ps.get_data_parallel_world_size()

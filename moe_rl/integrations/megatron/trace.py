@@ -33,14 +33,17 @@ def read_megatron_trace(
     empty = True
     for forward in _forwards(Path(path)):
         empty = False
-        sites = _sites(forward, layout, path)
-        rows = len(sites[0])
-        if rows % batch or any(len(site) != rows for site in sites):
+        moe_layers = _moe_layers(forward, layout, path)
+        rows = len(moe_layers[0])
+        if rows % batch or any(len(moe_layer) != rows for moe_layer in moe_layers):
             raise RoutingError(
-                f"{path}: layers have {[len(s) for s in sites]} rows; expected a multiple of batch={batch}"
+                f"{path}: layers have {[len(s) for s in moe_layers]} rows; expected a multiple of batch={batch}"
             )
         k = layout.top_k
-        ids = np.stack([np.pad(site, ((0, 0), (0, k - site.shape[1])), constant_values=-1) for site in sites], 1)
+        ids = np.stack(
+            [np.pad(moe_layer, ((0, 0), (0, k - moe_layer.shape[1])), constant_values=-1) for moe_layer in moe_layers],
+            1,
+        )
         yield checked_trace(ids.reshape(-1, batch, *ids.shape[1:]).swapaxes(0, 1), layout, invalid, None)
     if empty:
         raise RoutingError(f"{path} contains no decoder record. Expected one JSON object per (step, block, layer).")
@@ -82,9 +85,9 @@ def _record(line: str, where: str) -> dict[str, Any]:
     return record
 
 
-def _sites(forward: Forward, layout: Layout, path: str | Path) -> list[NDArray]:
-    """The ids of each site, whichever way the layers are numbered."""
-    layers = [site.decoder_layer for site in layout.sites]
+def _moe_layers(forward: Forward, layout: Layout, path: str | Path) -> list[NDArray]:
+    """The ids of each MoE layer, whichever way the layers are numbered."""
+    layers = [moe_layer.decoder_layer for moe_layer in layout.moe_layers]
     for numbering in (layers, [layer + 1 for layer in layers], list(range(len(layers)))):
         if set(numbering) == set(forward):
             break
@@ -94,8 +97,10 @@ def _sites(forward: Forward, layout: Layout, path: str | Path) -> list[NDArray]:
             f"{path}, forward from line {line}: layers {sorted(forward)}, but the MoE layers are "
             f"{layers}. Give the trace of all pipeline stages, and check that it is complete."
         )
-    sites = [forward[number][1] for number in numbering]
-    for (n, ids), site in zip((forward[number] for number in numbering), layout.sites, strict=True):
-        if ids.shape[1] != site.top_k:
-            raise RoutingError(f"{path}, line {n}: {ids.shape[1]} experts per token, but {site.name} uses {site.top_k}")
-    return sites
+    moe_layers = [forward[number][1] for number in numbering]
+    for (n, ids), moe_layer in zip((forward[number] for number in numbering), layout.moe_layers, strict=True):
+        if ids.shape[1] != moe_layer.top_k:
+            raise RoutingError(
+                f"{path}, line {n}: {ids.shape[1]} experts per token, but {moe_layer.name} uses {moe_layer.top_k}"
+            )
+    return moe_layers

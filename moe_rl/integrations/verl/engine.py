@@ -69,7 +69,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         super().initialize()
         if not self._moe_off:
             self._moe_layout = layout_of(self.module)
-            layers = [site.decoder_layer for site in self._moe_layout.sites]
+            layers = [moe_layer.decoder_layer for moe_layer in self._moe_layout.moe_layers]
             if len({*layers}) < len(layers):
                 raise ConfigError("a decoder layer has two routers, but verl's routed_experts has room for one.")
             self._moe_layers = int(self.model_config.hf_config.get_text_config().num_hidden_layers)
@@ -110,7 +110,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         began, row = time.perf_counter(), {}
         if self._moe_fixed is None:
             subset = _first_sequences(data, self._moe_mode.measured_sequences)
-            self._moe_began = self._natural_routes(subset)
+            self._moe_began = self._unconstrained_routes(subset)
             self._moe_fixed = subset, self._moe_began
             if self._moe_mode.routes in ("", "reported") and fields.ROUTES in subset:  # at equal weights
                 engine = fields.read_routes(subset, self._moe_layout, self._moe_layers, reported=True)
@@ -121,7 +121,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         spent = time.perf_counter() - began
         output = super().train_batch(data, loss_function)
         began = time.perf_counter()
-        after = self._natural_routes(subset)
+        after = self._unconstrained_routes(subset)
         self._moe_fixed = subset, after
         row |= self._changes(subset, before, after)
         if self._moe_mode.updates_per_step and self._moe_last:
@@ -201,18 +201,18 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
         if self._moe_training:
             self._measure(micro_batch, outputs)
         elif self._moe_phase == RECORD:
-            self._moe_natural = self._recorded_ids()
+            self._moe_unconstrained = self._recorded_ids()
             if self._moe_mode.routes == "recorded":
-                outputs[fields.ROUTES] = self._field(self._moe_natural, micro_batch)
+                outputs[fields.ROUTES] = self._field(self._moe_unconstrained, micro_batch)
         return outputs
 
     # ------------------------------------------------------------------ routes
-    def _recorded_ids(self) -> Integer[Tensor, "tokens site k"]:
+    def _recorded_ids(self) -> Integer[Tensor, "tokens moe_layer k"]:
         if self._moe_recording.scored:
             self._moe_scores = self._moe_recording.scores(len(self._moe_mask))
         return self._moe_recording.take().unflatten(0, tuple(self._moe_mask.shape))[self._moe_mask]
 
-    def _field(self, ids: Integer[Tensor, "tokens site k"], micro_batch: TensorDict) -> Tensor:
+    def _field(self, ids: Integer[Tensor, "tokens moe_layer k"], micro_batch: TensorDict) -> Tensor:
         return fields.write_routes(ids, self._moe_layout, self._moe_layers, micro_batch)
 
     def _trace(self, micro_batch: TensorDict, mask: Bool[Tensor, "batch time"], reported: bool) -> RoutingTrace:
@@ -221,15 +221,15 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
 
     def _routes_of_source(self, micro_batch: TensorDict) -> Tensor:
         """verl's field with the routes that the mode's source makes of π_old's own routes in this micro-batch."""
-        source, micro_batch = self._moe_mode.function(), micro_batch.to(self._moe_natural.device)
+        source, micro_batch = self._moe_mode.function(), micro_batch.to(self._moe_unconstrained.device)
         mask = fields.padded_mask(micro_batch)
         reported = self._trace(micro_batch, mask, reported=True) if self._moe_mode.of_rollout else None
         batch = fields.sampled_of(micro_batch, reported)
-        natural, scores = fields.trace_of(self._moe_natural, self._moe_layout, mask), None
+        unconstrained, scores = fields.trace_of(self._moe_unconstrained, self._moe_layout, mask), None
         if "scores" in needs_of(source):
             scores = self._moe_scores.each(lambda x: fields.spread(x[self._moe_mask], mask))
-        trace = source(batch, SimpleNamespace(routes=natural, scores=scores))
-        trace = natural.only(torch.zeros_like(natural.known)) if trace is None else trace
+        trace = source(batch, SimpleNamespace(routes=unconstrained, scores=scores))
+        trace = unconstrained.only(torch.zeros_like(unconstrained.known)) if trace is None else trace
         if trace.keep or trace.gates is not None:
             raise RoutingError(
                 f"router_replay.mode: verl's field of routes has no room for what {self._moe_mode.source} needs."
@@ -263,7 +263,7 @@ class RoutingFSDPEngine(FSDPEngineWithLMHead):
             self._moe_sums += measure.sum_ratios("engine", old - padded["rollout_log_probs"], mask)
 
     @torch.no_grad()
-    def _natural_routes(self, subset: TensorDict) -> Integer[Tensor, "tokens site k"]:
+    def _unconstrained_routes(self, subset: TensorDict) -> Integer[Tensor, "tokens moe_layer k"]:
         """The unconstrained routes of some sequences under the current weights, by a forward of their own."""
         self._moe_training, self._moe_phase = False, ""
         on_device = subset.to(next(self.module.parameters()).device)

@@ -73,16 +73,18 @@ def counted_tokens(fields: TensorDict) -> Bool[Tensor, " tokens"]:
     return counted
 
 
-def write_routes(ids: Integer[Tensor, "tokens site k"], layout: Layout, layers: int, fields: TensorDict) -> Tensor:
+def write_routes(ids: Integer[Tensor, "tokens moe_layer k"], layout: Layout, layers: int, fields: TensorDict) -> Tensor:
     """verl's field with ids in the dtype of `layout`; decoder layers that do not route have zeros."""
     wide = ids.new_zeros((len(ids), layers, layout.top_k), dtype=torch.int16)
-    sites = [site.decoder_layer for site in layout.sites]
-    wide[:, sites] = ids.to(torch.int16).masked_fill(ids == layout.unknown, -1)
+    moe_layers = [moe_layer.decoder_layer for moe_layer in layout.moe_layers]
+    wide[:, moe_layers] = ids.to(torch.int16).masked_fill(ids == layout.unknown, -1)
     wide[fields["input_ids"].offsets()[1:] - 1] = MARK
     return torch.nested.nested_tensor_from_jagged(wide, fields["input_ids"].offsets())
 
 
-def read_routes(fields: TensorDict, layout: Layout, layers: int, reported: bool) -> Integer[Tensor, "tokens site k"]:
+def read_routes(
+    fields: TensorDict, layout: Layout, layers: int, reported: bool
+) -> Integer[Tensor, "tokens moe_layer k"]:
     """The ids of verl's field in the dtype of `layout`. A row with an expert twice is unknown; so is the last token of
     a sequence whose routes the engine of a rollout `reported`. Raises RoutingError for a missing field, for another
     shape, for routes of another source and for ids that no router has."""
@@ -111,9 +113,9 @@ def read_routes(fields: TensorDict, layout: Layout, layers: int, reported: bool)
                     f"{ROUTES} contains the routing of the rollout. Set rollout.enable_rollout_routing_replay=False, "
                     "or router_replay.mode=R3 to replay it."
                 )
-    sites = torch.tensor([site.decoder_layer for site in layout.sites], device=field.device)
-    flat = field.values().index_select(1, sites).to(torch.int16)
-    limits = torch.tensor([site.num_experts for site in layout.sites], device=flat.device)
+    moe_layers = torch.tensor([moe_layer.decoder_layer for moe_layer in layout.moe_layers], device=field.device)
+    flat = field.values().index_select(1, moe_layers).to(torch.int16)
+    limits = torch.tensor([moe_layer.num_experts for moe_layer in layout.moe_layers], device=flat.device)
     if bool((flat >= limits[:, None]).any()):
         raise RoutingError(
             f"{ROUTES} contains the id {int(flat.max())}, but the model's routers have at most {int(limits.max())} "
@@ -126,7 +128,9 @@ def read_routes(fields: TensorDict, layout: Layout, layers: int, reported: bool)
     return flat.masked_fill(flat < 0, layout.unknown).to(layout.dtype)
 
 
-def trace_of(ids: Integer[Tensor, "tokens site k"], layout: Layout, mask: Bool[Tensor, "batch time"]) -> RoutingTrace:
+def trace_of(
+    ids: Integer[Tensor, "tokens moe_layer k"], layout: Layout, mask: Bool[Tensor, "batch time"]
+) -> RoutingTrace:
     """The trace of a forward that reads the tokens at the True entries of `mask`."""
     return RoutingTrace.from_ids(spread(ids, mask, layout.unknown), layout, attention_mask=mask, check=False)
 

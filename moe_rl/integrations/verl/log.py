@@ -110,7 +110,8 @@ def tables_of(steps: Mapping[int, Mapping[str, float]]) -> dict[str, list[Row]]:
         tables["steps"].append(row | _held_out(values))
         tables["updates"] += [updates[number] for number in sorted(updates)]
         tables["layers"] += [
-            {"step": step, "site": site, "layer": layer, **layers[layer]} for site, layer in enumerate(sorted(layers))
+            {"step": step, "moe_layer": moe_layer, "layer": layer, **layers[layer]}
+            for moe_layer, layer in enumerate(sorted(layers))
         ]
     return tables
 

@@ -66,7 +66,7 @@ def loss_of(arm: Arm) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
         mask = response_mask.bool()
         _require_aggregation(arm, loss_agg_mode, config.global_batch_info.get("loss_scale_factor"))
         weights = objective.aggregate(mask) * _share(mask, loss_agg_mode, config.global_batch_info)
-        trust = None if rollout_is_weights is None else torch.where(mask, rollout_is_weights, 1)
+        importance_weights = None if rollout_is_weights is None else torch.where(mask, rollout_is_weights, 1)
         output = policy_loss(
             arm,
             logprobs=log_prob,
@@ -74,7 +74,7 @@ def loss_of(arm: Arm) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
             mask=mask,
             weights=weights,
             advantages=torch.where(mask, advantages, 0),
-            trust=trust,
+            importance_weights=importance_weights,
         )
         count, dual = mask.sum().clamp(min=1), (output.clipped_by > 0) & (advantages < 0)
         change = torch.where(mask, old_log_prob - log_prob.detach(), 0)

@@ -13,7 +13,7 @@ from moe_rl.metrics.volatility import coverage, load_statistics, route_change
 from moe_rl.routing import Layout
 from moe_rl.routing.ids import used
 
-Ids = Integer[Tensor, "tokens site k"]
+Ids = Integer[Tensor, "tokens moe_layer k"]
 Tokens = Bool[Tensor, " tokens"]
 OF_ENGINE = ("expert_change_rate", "any_change_rate", "any_layer_change")
 """What our columns compare between engine and trainer."""
@@ -27,7 +27,7 @@ def sum_replay(forced: Ids, preferred: Ids, counted: Tokens, decides: Tokens) ->
 
 
 def sum_load(ids: Ids, layout: Layout, decides: Tokens) -> Pooled:
-    return load_statistics(ids[None], [site.num_experts for site in layout.sites], decides[None])
+    return load_statistics(ids[None], [moe_layer.num_experts for moe_layer in layout.moe_layers], decides[None])
 
 
 def sum_ratios(name: str, log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> Pooled:
@@ -55,9 +55,9 @@ def row_of(sums: Pooled, layout: Layout) -> dict[str, float]:
     row = sums.row()
     if "pull" in sums:
         row["pull"] = float(sums["pull"] / sums["pull_n"])
-    for site, values in zip(layout.sites, sums.site_rows(), strict=False):
+    for moe_layer, values in zip(layout.moe_layers, sums.moe_layer_rows(), strict=False):
         names = values.keys() & {"load_max_violation", "expert_change_rate"}
-        row |= {f"{name}/layer_{site.decoder_layer:02d}": values[name] for name in sorted(names)}
+        row |= {f"{name}/layer_{moe_layer.decoder_layer:02d}": values[name] for name in sorted(names)}
     row = {name: value for name, value in row.items() if not (math.isnan(value) or name.startswith("volatility_"))}
     for level in ("token", "sequence"):
         row |= {f"{level}_{name}": value for name, value in _spread(sums, f"ratio_{level}").items()}

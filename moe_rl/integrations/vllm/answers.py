@@ -19,7 +19,7 @@ from moe_rl.integrations.vllm.payloads import RoutesRefused, decode_routes
 from moe_rl.models.load import skeleton
 from moe_rl.rollouts.engine import before_stop, check_request, completion_text, context_length, end_tokens
 from moe_rl.rollouts.turns import generate_by_turns
-from moe_rl.routing.sites import layout_of
+from moe_rl.routing.moe_layers import layout_of
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Prompt, Reply, Rollout, Sampling
 
@@ -68,7 +68,7 @@ class Answer:
 
 class Reader:
     """Makes rollouts of one model's answers. Raises where tokens, log-probs or routes cannot be what was sampled. The
-    `model` gives vocabulary, layers and routing sites; it may be without weights.
+    `model` gives vocabulary, layers and routing MoE layers; it may be without weights.
 
     `routes` decides about routes that are missing or impossible (all zero, an expert twice, the wrong number of rows):
     `raise` refuses them; `unknown` makes them unknown, so that replay routes there freely, and `refused` counts them;
@@ -81,7 +81,7 @@ class Reader:
         self.vocabulary, self.num_layers = config.vocab_size, config.num_hidden_layers
         self.routes = routes
         self.refused = 0
-        """Rows (token × site) whose routes were missing or impossible, so far."""
+        """Rows (token × MoE layer) whose routes were missing or impossible, so far."""
 
     def read(self, prompts: Sequence[Prompt], answers: Sequence[Answer], sampling: Sampling) -> list[Rollout]:
         """One rollout per answer. Raises RunError or RoutingError for an answer that cannot be one; warns once when
@@ -94,7 +94,7 @@ class Reader:
     def warn(self, rollouts: Sequence[Rollout], refused: int) -> None:
         """Warn where so many rows of `rollouts` have no route."""
         if refused:
-            rows = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * len(self.layout.sites)
+            rows = sum(len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts) * len(self.layout.moe_layers)
             warnings.warn(
                 f"the engine's routing is missing or impossible in {refused} of {rows} (token, layer) rows. They route "
                 "freely under replay; the columns engine_unknown and coverage count them.",
@@ -165,7 +165,7 @@ class Reader:
         except RoutingError:
             if strict:
                 raise
-            shape = (1, len(tokens) - 1, len(layout.sites), layout.top_k)
+            shape = (1, len(tokens) - 1, len(layout.moe_layers), layout.top_k)
             trace = RoutingTrace.from_ids(torch.full(shape, -1), layout, tokens=torch.tensor([tokens[:-1]]))
         missing = int((~trace.known).sum())
         if strict and missing:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from moe_rl.errors import RoutingError
 from moe_rl.routing.ids import blocks
-from moe_rl.routing.sites import ALL_ZERO, MISSING, OUTSIDE, ROUTE, TWICE, Site
+from moe_rl.routing.moe_layers import ALL_ZERO, MISSING, OUTSIDE, ROUTE, TWICE, MoeLayer
 from moe_rl.routing.trace import Layout, RoutingTrace
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")
@@ -73,12 +73,12 @@ def decode_routes(
     require_policy(invalid)
     ids, weights = reported_routes(payload, layout=layout, tokens=tokens, short=invalid == "unknown", **form)
     num_layers = form.get("num_layers")
-    ids = _sites(ids, layout, num_layers)
+    ids = _moe_layers(ids, layout, num_layers)
     inputs = torch.from_numpy(np.fromiter(tokens, np.int64, len(tokens)))[None, :-1]
     trace = checked_trace(ids[None], layout, invalid, inputs)
     if weights is None:
         return trace
-    layers = [site.decoder_layer for site in layout.sites]
+    layers = [moe_layer.decoder_layer for moe_layer in layout.moe_layers]
     here = weights if weights.shape[1] != _layer_counts(layout, num_layers)[0] else weights[:, layers]
     gates = torch.from_numpy(np.ascontiguousarray(here[None]))
     layout.check_gates(gates, trace.known)
@@ -101,7 +101,7 @@ def reported_routes(
     """What `decode_routes` reads, unchecked: ids of N - 1 rows, -1 before `start`, in the engine's own layers, and
     their combine weights, if any. With `any_k` the payload may have another k than the model, with `short` rows may be
     missing at the end. Raises RoutingError for a shape that no routes of this model and these tokens have."""
-    if len({site.decoder_layer for site in layout.sites}) < len(layout.sites):
+    if len({moe_layer.decoder_layer for moe_layer in layout.moe_layers}) < len(layout.moe_layers):
         raise RoutingError("the model has several MoE layers in one decoder layer, but engines report one per layer")
     array, start = _read(payload, start, dtype)
     if len(tokens) < 2 or not 0 <= start < len(tokens):
@@ -215,19 +215,19 @@ def _shaped(
 
 def _layer_counts(layout: Layout, num_layers: int | None) -> tuple[int, int]:
     """Layers that an engine may report: all, or those that route."""
-    least = max(site.decoder_layer for site in layout.sites) + 1
+    least = max(moe_layer.decoder_layer for moe_layer in layout.moe_layers) + 1
     if num_layers is not None and num_layers < least:
         raise RoutingError(f"num_layers={num_layers}, but the model has a router in layer {least - 1}")
-    return num_layers or least, len(layout.sites)
+    return num_layers or least, len(layout.moe_layers)
 
 
-def _sites(
+def _moe_layers(
     array: Integer[NDArray, "rows layers k"], layout: Layout, num_layers: int | None
-) -> Integer[NDArray, "rows site k"]:
+) -> Integer[NDArray, "rows moe_layer k"]:
     """The layers that route, in the order of the layout. Dense ones must be empty, or the numbering is another one."""
     if array.shape[1] != _layer_counts(layout, num_layers)[0]:
         return array
-    layers = [site.decoder_layer for site in layout.sites]
+    layers = [moe_layer.decoder_layer for moe_layer in layout.moe_layers]
     dense = np.delete(array, layers, axis=1)
     if not np.isin(dense, (0, *NO_ROUTE)).all():
         raise RoutingError(
@@ -240,16 +240,17 @@ def _sites(
 
 
 def checked_trace(
-    ids: Integer[NDArray, "batch rows site k"],
+    ids: Integer[NDArray, "batch rows moe_layer k"],
     layout: Layout,
     invalid: str,
     tokens: torch.Tensor | None,
 ) -> RoutingTrace:
-    """[batch, rows, site, k] ids as a trace: missing rows unknown, impossible ones refused or, on request, unknown."""
-    batch, rows, sites, _ = ids.shape
+    """[batch, rows, MoE layer, k] ids as a trace: missing rows unknown, impossible ones refused or, on request,
+    unknown."""
+    batch, rows, moe_layers, _ = ids.shape
     experts = torch.full(ids.shape, layout.unknown, dtype=layout.dtype)
-    kinds, faulty = torch.empty(batch, rows, sites, dtype=torch.uint8), False
-    for at in blocks(batch, rows, sites):
+    kinds, faulty = torch.empty(batch, rows, moe_layers, dtype=torch.uint8), False
+    for at in blocks(batch, rows, moe_layers):
         part = torch.from_numpy(ids[at].astype(np.int64).clip(-2, NO_ROUTE[-1] + 1))  # others stay out of range
         of_part = kinds[at] = layout.kinds_of_rows(part, NO_ROUTE)
         known = experts[at]
@@ -259,25 +260,28 @@ def checked_trace(
             faulty |= bool((of_part < MISSING)[of_part != ROUTE].any())
     for b in range(batch):
         read = np.zeros(rows) if tokens is None else tokens[b].numpy()
-        dummies = torch.from_numpy(_find_dummies(ids[b], kinds[b].numpy(), layout.sites, read))
+        dummies = torch.from_numpy(_find_dummies(ids[b], kinds[b].numpy(), layout.moe_layers, read))
         kinds[b, dummies], experts[b, dummies] = DUMMY, layout.unknown
         faulty |= bool(dummies.any())
-    for s, site in enumerate(layout.sites):
-        experts[:, :, s, site.top_k :] = layout.unknown
+    for s, moe_layer in enumerate(layout.moe_layers):
+        experts[:, :, s, moe_layer.top_k :] = layout.unknown
     if faulty:
         _refuse(ids, kinds, layout, invalid)
     return RoutingTrace.from_ids(experts, layout, tokens=tokens, check=False)
 
 
 def _find_dummies(
-    ids: Integer[NDArray, "rows site k"],
-    kinds: Integer[NDArray, "rows site"],
-    sites: Sequence[Site],
+    ids: Integer[NDArray, "rows moe_layer k"],
+    kinds: Integer[NDArray, "rows moe_layer"],
+    moe_layers: Sequence[MoeLayer],
     tokens: Shaped[NDArray, " rows"],
 ) -> Bool[NDArray, " rows"]:
     """Rows in runs of equal ones that are the same in all layers, and that chance cannot make; see `decode_routes`."""
-    k, experts = min(site.top_k for site in sites), min(site.num_experts for site in sites)
-    same = (ids[:, 0, 0] == ids[:, -1, 0]) & (len(sites) > 1)
+    k, experts = (
+        min(moe_layer.top_k for moe_layer in moe_layers),
+        min(moe_layer.num_experts for moe_layer in moe_layers),
+    )
+    same = (ids[:, 0, 0] == ids[:, -1, 0]) & (len(moe_layers) > 1)
     same[same] = (ids[same][..., :k] == ids[same][:, :1, :k]).all((1, 2)) & (kinds[same] == ROUTE).all(-1)
     if not same.any():
         return same
@@ -286,7 +290,7 @@ def _find_dummies(
     for begin, end in zip(begins, [*begins[1:], len(same)], strict=True):
         if end > begin and same[begin]:
             free = 0 if (ids[begin, 0, :k] == np.arange(k)).all() else 1  # any ids would do, but 0 … k−1 are expected
-            choices = len(sites) * len(np.unique(tokens[begin:end])) - free
+            choices = len(moe_layers) * len(np.unique(tokens[begin:end])) - free
             dummies[begin:end] = choices * math.log(math.comb(experts, k)) > -math.log(1e-12)
     return dummies
 
@@ -298,10 +302,10 @@ def _refuse(ids: NDArray, kinds: torch.Tensor, layout: Layout, invalid: str) -> 
     text = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
     if invalid == "raise":
         b, t, s = torch.isin(kinds, torch.tensor([*reasons])).nonzero()[0].tolist()
-        site = layout.sites[s]
+        moe_layer = layout.moe_layers[s]
         raise RoutingError(
-            f"{sum(counts.values())} of {kinds.numel()} rows cannot be routes ({text}), first {site.name}, row {b}, "
-            f"token {t}: {ids[b, t, s, : site.top_k].tolist()}. Set "
+            f"{sum(counts.values())} of {kinds.numel()} rows cannot be routes ({text}), first {moe_layer.name}, "
+            f"row {b}, token {t}: {ids[b, t, s, : moe_layer.top_k].tolist()}. Set "
             'invalid="unknown" to let such rows route freely.'
         )
     warnings.warn(f"rows that cannot be routes are unknown: {text}", RoutesRefused, stacklevel=4)

@@ -23,14 +23,14 @@ from moe_rl.models.load import LoadedModel
 from moe_rl.registry import Component
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.engine import RolloutEngine, Sampler
-from moe_rl.routing.sites import router_parameters
+from moe_rl.routing.moe_layers import router_parameters
 from moe_rl.types import Prompt, Reply, Rollout, Rollouts, Sampling, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Score = Callable[[Rollouts], Scored]
-"""`Policy.score`: natural log-probs and routes of a batch."""
+"""`Policy.score`: log-probs without replay and routes of a batch."""
 PROBES, PROBE_TOKENS = 8, 12
 """Random prompts, and the length of both prompt and completion, that a push is checked with."""
 PROBE_KEY = (0,)
@@ -47,7 +47,7 @@ class Parity:
     """Mean |log p(engine) - log p(policy)| over the completions' tokens, in nats."""
     logprob_max: float
     any_change_rate: float
-    """Share of known (token, site) rows, prompts included, where engine and policy chose other sets of experts."""
+    """Share of known (token, MoE layer) rows, prompts included, where engine and policy chose other sets of experts."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Where a model routes: the meaning of a trace's site axis (`Layout`), and how the sites of a model are found.
+"""Where a model routes: the meaning of a trace's MoE layer axis (`Layout`), and how the MoE layers of a model are
+found.
 
 Transformers names the router class of almost every family in `_can_record_outputs["router_logits"]`; a class whose
 name ends in Router, TopKGating or Gate counts as well. In many families before transformers 5.15 another module takes
@@ -20,7 +21,7 @@ import torch
 from jaxtyping import Bool, Integer, UInt8
 from torch import Tensor, nn
 
-from moe_rl.errors import RoutingError
+from moe_rl.errors import RoutingError, renamed
 from moe_rl.routing.ids import blocks, slots_first, unknown_id
 
 LIGHTEST = 1e-6
@@ -28,14 +29,14 @@ LIGHTEST = 1e-6
 ROUTER_NAME = re.compile(r"(Router|TopKGating|MoEV1Gate)$")
 OUTERMOST = re.compile(r"^(base_model\.model\.|module\.)+")
 INSERTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_\w*wrapped_module)(?=\.|$)")
-"""Path components that PEFT, torch.compile, FSDP1 and checkpoint wrappers put in: the sites stay the same."""
+"""Path components that PEFT, torch.compile, FSDP1 and checkpoint wrappers put in: the MoE layers stay the same."""
 HELD = {"module": r"torch\.nn\.parallel|torch\.optim|deepspeed|accelerate", "base_model": "peft", "model": "peft"}
 """Path components that belong to a wrapper below a class of these packages, and to the model below all others."""
 
 SELECTS = "route_tokens_to_experts"
 """The method that takes the top-k of a router's logits, where its forward does not."""
 NOTHING_TO_FORCE = {"DeepseekV4HashRouter"}
-"""Sites whose ids are a table look-up of the input ids."""
+"""MoE layers whose ids are a table look-up of the input ids."""
 UNSUPPORTED = {
     "DogeCDMoE": "it retrieves experts by product keys, without a router",
     "NllbMoeTop2Router": "it selects by argmax and drops tokens beyond an expert's capacity",
@@ -61,7 +62,7 @@ last counts."""
 
 
 @dataclass(frozen=True)
-class Site:
+class MoeLayer:
     """One place that routes."""
 
     name: str
@@ -72,56 +73,60 @@ class Site:
     top_k: int
 
 
+@renamed(sites="moe_layers")
 @dataclass(frozen=True)
 class Layout:
-    """The sites of one architecture, in forward order: what the site axis of a trace means."""
+    """The MoE layers of one architecture, in forward order: what the MoE layer axis of a trace means."""
 
-    sites: tuple[Site, ...]
+    moe_layers: tuple[MoeLayer, ...]
     architecture: str
     """Fingerprint of the architecture (family and sizes); weights of one architecture share it."""
 
     @property
     def top_k(self) -> int:
-        """Width of the k axis: the largest top-k of any site."""
-        return max(site.top_k for site in self.sites)
+        """Width of the k axis: the largest top-k of any MoE layer."""
+        return max(moe_layer.top_k for moe_layer in self.moe_layers)
 
     @property
     def dtype(self) -> torch.dtype:
         """One byte per id up to 255 experts (255 marks an unknown row), else two (-1 marks it)."""
-        return torch.uint8 if max(site.num_experts for site in self.sites) <= 255 else torch.int16
+        return torch.uint8 if max(moe_layer.num_experts for moe_layer in self.moe_layers) <= 255 else torch.int16
 
     @property
     def unknown(self) -> int:
         return unknown_id(self.dtype)
 
     def widen(self, x: Tensor, value: float = 0.0) -> Tensor:
-        """Widen the last axis, which has the slots of one site, to `top_k`."""
+        """Widen the last axis, which has the slots of one MoE layer, to `top_k`."""
         more = self.top_k - x.shape[-1]
         return nn.functional.pad(x, (0, more), value=value) if more else x
 
-    def stack(self, ids: Sequence[Integer[Tensor, "tokens _"]]) -> Integer[Tensor, "tokens site k"]:
-        """The ids of every site, wherever its layer is, as one tensor in the layout's dtype."""
+    def stack(self, ids: Sequence[Integer[Tensor, "tokens _"]]) -> Integer[Tensor, "tokens moe_layer k"]:
+        """The ids of every MoE layer, wherever its layer is, as one tensor in the layout's dtype."""
         return torch.stack([self.widen(x, self.unknown).to(ids[0].device, self.dtype) for x in ids], 1)
 
     def require(self, other: Layout, what: str) -> None:
         """Raise unless `other` is this layout."""
-        pairs = zip(self.sites, other.sites, strict=False)
+        pairs = zip(self.moe_layers, other.moe_layers, strict=False)
         differ = next((f": {theirs} is {mine} here" for mine, theirs in pairs if mine != theirs), "")
-        if self.architecture != other.architecture or len(self.sites) != len(other.sites) or differ:
+        if self.architecture != other.architecture or len(self.moe_layers) != len(other.moe_layers) or differ:
             raise RoutingError(
-                f"{what} is of another model, with {len(other.sites)} MoE layers of architecture {other.architecture}, "
-                f"not {len(self.sites)} of {self.architecture}{differ}. Record the routing again with this model."
+                f"{what} is of another model, with {len(other.moe_layers)} MoE layers of architecture "
+                f"{other.architecture}, not {len(self.moe_layers)} of {self.architecture}{differ}. "
+                "Record the routing again with this model."
             )
 
     def check(self) -> None:
-        """Raise unless every site could be a router."""
-        if odd := [site for site in self.sites if not 1 <= site.top_k <= site.num_experts < 2**15]:
+        """Raise unless every MoE layer could be a router."""
+        if odd := [
+            moe_layer for moe_layer in self.moe_layers if not 1 <= moe_layer.top_k <= moe_layer.num_experts < 2**15
+        ]:
             raise RoutingError(f"no router can be {odd[0]}. Check the model's configuration.")
 
-    def check_ids(self, ids: Integer[Tensor, "batch time site k"]) -> None:
+    def check_ids(self, ids: Integer[Tensor, "batch time moe_layer k"]) -> None:
         """Raise unless every row is unknown, or holds distinct ids in range. An all-zero row with k > 1 is refused."""
-        if ids.dim() != 4 or ids.shape[2:] != (len(self.sites), self.top_k):
-            expected = f"[batch, time, {len(self.sites)} sites, {self.top_k}]"
+        if ids.dim() != 4 or ids.shape[2:] != (len(self.moe_layers), self.top_k):
+            expected = f"[batch, time, {len(self.moe_layers)} MoE layers, {self.top_k}]"
             raise RoutingError(f"expert ids have shape {tuple(ids.shape)}; expected {expected}")
         kinds = torch.empty(ids.shape[:3], dtype=torch.uint8, device=ids.device)
         faulty = False
@@ -130,36 +135,37 @@ class Layout:
             faulty |= bool(((here > ROUTE) & (here < MISSING)).any())
         if not faulty:
             return
-        for s, site in enumerate(self.sites):
+        for s, moe_layer in enumerate(self.moe_layers):
             kind = kinds[:, :, s]
             for hit in (kind == OUTSIDE, (kind == TWICE) | (kind == ALL_ZERO)):
                 if bool(hit.any()):
                     b, t = hit.nonzero()[0].tolist()
                     why = (
-                        f"but ids run from 0 to {site.num_experts - 1}. Mark missing routing with -1 in every slot."
+                        f"but ids run from 0 to {moe_layer.num_experts - 1}. "
+                        "Mark missing routing with -1 in every slot."
                         if int(kind[b, t]) == OUTSIDE
                         else "which contain an expert twice. Mark missing routing with -1; some engines write zeros."
                     )
-                    experts = ids[b, t, s, : site.top_k].tolist()
-                    raise RoutingError(f"{site.name}: row {b}, token {t} has experts {experts}, {why}")
+                    experts = ids[b, t, s, : moe_layer.top_k].tolist()
+                    raise RoutingError(f"{moe_layer.name}: row {b}, token {t} has experts {experts}, {why}")
 
     def kinds_of_rows(
-        self, ids: Integer[Tensor, "*axes site k"], missing: Sequence[int]
-    ) -> UInt8[Tensor, "*axes site"]:
+        self, ids: Integer[Tensor, "*axes moe_layer k"], missing: Sequence[int]
+    ) -> UInt8[Tensor, "*axes moe_layer"]:
         """The kind of every row. A route has distinct ids in range. A row is missing if all its slots hold one mark of
-        `missing` that is no id of that site."""
+        `missing` that is no id of that MoE layer."""
         kinds = torch.empty(ids.shape[:-1], dtype=torch.uint8, device=ids.device)
-        for k in sorted({site.top_k for site in self.sites}):
-            here = [s for s, site in enumerate(self.sites) if site.top_k == k]
-            rows = ids if len(here) == len(self.sites) else ids[..., here, :k]
-            experts = torch.tensor([self.sites[s].num_experts for s in here], dtype=torch.int32, device=ids.device)
-            of_sites = _kinds(slots_first(rows), experts, missing)
+        for k in sorted({moe_layer.top_k for moe_layer in self.moe_layers}):
+            here = [s for s, moe_layer in enumerate(self.moe_layers) if moe_layer.top_k == k]
+            rows = ids if len(here) == len(self.moe_layers) else ids[..., here, :k]
+            experts = torch.tensor([self.moe_layers[s].num_experts for s in here], dtype=torch.int32, device=ids.device)
+            of_moe_layers = _kinds(slots_first(rows), experts, missing)
             if rows is ids:
-                return of_sites
-            kinds[..., here] = of_sites
+                return of_moe_layers
+            kinds[..., here] = of_moe_layers
         return kinds
 
-    def compact(self, ids: Integer[Tensor, "batch time site k"]) -> Integer[Tensor, "batch time site k"]:
+    def compact(self, ids: Integer[Tensor, "batch time moe_layer k"]) -> Integer[Tensor, "batch time moe_layer k"]:
         """A copy of checked ids in the dtype of the layout. Any negative one marks an unknown slot."""
         if ids.dtype in (self.dtype, torch.uint8) or self.dtype != torch.uint8:
             return ids.to(self.dtype, copy=True)
@@ -168,7 +174,7 @@ class Layout:
             experts[at] = ids[at].clamp(min=-1)  # which wraps to 255
         return experts
 
-    def check_gates(self, gates: Tensor, known: Bool[Tensor, "batch time site"]) -> None:
+    def check_gates(self, gates: Tensor, known: Bool[Tensor, "batch time moe_layer"]) -> None:
         """Raise unless combine weights are float32 or float16, one per slot, and, where the route is known, finite, not
         negative and not all 0."""
         if gates.dtype not in (torch.float32, torch.float16) or gates.shape != (*known.shape, self.top_k):
@@ -176,13 +182,13 @@ class Layout:
                 f"gate weights are {gates.dtype} of shape {tuple(gates.shape)}; expected float32 or float16 of shape "
                 f"{(*known.shape, self.top_k)}"
             )
-        slots = torch.arange(self.top_k) < torch.tensor([site.top_k for site in self.sites])[:, None]
+        slots = torch.arange(self.top_k) < torch.tensor([moe_layer.top_k for moe_layer in self.moe_layers])[:, None]
         weights = gates.masked_fill(~slots.to(gates.device), 0)
         bad = ((~weights.isfinite() | (weights < 0)).any(-1) | (weights.amax(-1) < LIGHTEST)) & known
         if bool(bad.any()):
             b, t, s = bad.nonzero()[0].tolist()
             raise RoutingError(
-                f"{self.sites[s].name}: row {b}, token {t} has gate weights {gates[b, t, s].tolist()}; "
+                f"{self.moe_layers[s].name}: row {b}, token {t} has gate weights {gates[b, t, s].tolist()}; "
                 f"expected finite values of at least 0, with one of {LIGHTEST} or more"
             )
 
@@ -192,7 +198,7 @@ class RoutingModule:
     """A router, and the facts by which hooks recognise its selection of experts."""
 
     module: nn.Module
-    site: Site
+    moe_layer: MoeLayer
     num_groups: int
     """Groups of a group-limited router; 0 for all others."""
     selector: nn.Module
@@ -200,13 +206,13 @@ class RoutingModule:
     reader: nn.Module
     """The module whose forward reads the hidden states and selects: the router, or the one that holds it."""
     index: int = 0
-    """On the site axis."""
+    """On the MoE layer axis."""
     experts: nn.Module | None = None
     """The experts beside the router, where they are one module: they are given the ids."""
 
 
-def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
-    """Every routing site of `model`'s text decoder, in forward order.
+def find_moe_layers(model: nn.Module) -> tuple[RoutingModule, ...]:
+    """Every routing MoE layer of `model`'s text decoder, in forward order.
 
     Multi-token-prediction layers are left out: they share layer numbers with the decoder and do not score tokens.
     Raises RoutingError for a dense model and for a family that cannot be supported.
@@ -225,10 +231,10 @@ def find_sites(model: nn.Module) -> tuple[RoutingModule, ...]:
     if not routers:
         raise RoutingError(f"{type(model).__name__} has no MoE layer: it is dense, or its family is not supported.")
     _require_routers(routers, inside)
-    routers.sort(key=lambda s: (s.site.decoder_layer, "attention" not in s.site.name))
+    routers.sort(key=lambda s: (s.moe_layer.decoder_layer, "attention" not in s.moe_layer.name))
     holders = {n: m for n, m in inside.items() if ".experts" in n and (n.endswith(".experts") or _stacks(m))}
     experts = {f"{name}.".partition(".experts.")[0]: module for name, module in holders.items()}  # the innermost stays
-    owners = [s.site.name.rpartition(".")[0] for s in routers]
+    owners = [s.moe_layer.name.rpartition(".")[0] for s in routers]
     near = [experts.get(owner, experts.get(owner.rpartition(".")[0])) for owner in owners]
     return tuple(replace(s, index=i, experts=near[i]) for i, s in enumerate(routers))
 
@@ -246,38 +252,40 @@ def derived_from(kind: type, names: Iterable[str]) -> str | None:
 
 def layout_of(model: nn.Module) -> Layout:
     """The model's routing layout. Two checkpoints of one architecture have the same."""
-    return make_layout(model, find_sites(model))
+    return make_layout(model, find_moe_layers(model))
 
 
-def make_layout(model: nn.Module, sites: tuple[RoutingModule, ...]) -> Layout:
+def make_layout(model: nn.Module, moe_layers: tuple[RoutingModule, ...]) -> Layout:
     configs = (getattr(module, "config", None) for module in model.modules())  # DDP's wrapper has none
     config = next((config for config in configs if config is not None), None)
     config = getattr(config, "get_text_config", lambda: config)()
     sizes = [getattr(config, key, None) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")]
     digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
-    layout = Layout(tuple(s.site for s in sites), f"{sizes[0]}-{digest}")
+    layout = Layout(tuple(s.moe_layer for s in moe_layers), f"{sizes[0]}-{digest}")
     layout.check()
     return layout
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters of the routers, adapters included; those of the experts are left out."""
-    sites = tuple(f"{s.site.name}." for s in find_sites(model))
-    return [p for n, p in model.named_parameters() if "experts" not in n and plain_name(n, model).startswith(sites)]
+    moe_layers = tuple(f"{s.moe_layer.name}." for s in find_moe_layers(model))
+    return [
+        p for n, p in model.named_parameters() if "experts" not in n and plain_name(n, model).startswith(moe_layers)
+    ]
 
 
-def router_matrices(site: RoutingModule) -> list[nn.Parameter]:
+def router_matrices(moe_layer: RoutingModule) -> list[nn.Parameter]:
     """The matrices that one router multiplies hidden states with; biases and experts are left out."""
     return [
         p
-        for name, p in site.module.named_parameters()
+        for name, p in moe_layer.module.named_parameters()
         if "experts" not in name and p.dim() > 1 and not name.endswith("bias")
     ]
 
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Matrices of the text decoder's layers without those of routers: of attention, experts and dense layers."""
-    routers = {id(matrix) for site in find_sites(model) for matrix in router_matrices(site)}
+    routers = {id(matrix) for moe_layer in find_moe_layers(model) for matrix in router_matrices(moe_layer)}
     return [
         p
         for name, p in _text_decoder(model).named_parameters()
@@ -319,14 +327,14 @@ def mixes_packed_rows(config: Any) -> str | None:
 
 
 def _describe(name: str, module: nn.Module, selector: nn.Module, reader: nn.Module) -> RoutingModule:
-    site = Site(
+    moe_layer = MoeLayer(
         name=name,
         decoder_layer=_decoder_layer(name),
         num_experts=_num_experts(module, selector),
         top_k=_first(selector, "top_k", "num_experts_per_tok", "top_k_experts", "moe_topk"),
     )
     groups = next((n for key in ("num_group", "n_group") if isinstance(n := getattr(selector, key, None), int)), 0)
-    return RoutingModule(module, site, groups, selector, reader)
+    return RoutingModule(module, moe_layer, groups, selector, reader)
 
 
 def _router_of(name: str, selector: nn.Module, modules: dict[str, nn.Module]) -> RoutingModule:
@@ -366,12 +374,12 @@ def _routing_classes(kinds: set[type]) -> set[type]:
     return {kind for kind in kinds if derived_from(kind, names) and not derived_from(kind, NOTHING_TO_FORCE)}
 
 
-def _require_routers(sites: Sequence[RoutingModule], inside: dict[str, nn.Module]) -> None:
+def _require_routers(moe_layers: Sequence[RoutingModule], inside: dict[str, nn.Module]) -> None:
     """Raise unless all experts have a router of their own: a layer would be left out silently."""
-    routers = [s.site.name for s in sites]
+    routers = [s.moe_layer.name for s in moe_layers]
     routers += [name for name, module in inside.items() if derived_from(type(module), NOTHING_TO_FORCE)]
     blocks_of = tuple(f"{router.rpartition('.')[0]}." for router in routers)
-    numbers = {s.site.num_experts for s in sites}
+    numbers = {s.moe_layer.num_experts for s in moe_layers}
     above = {router[:end] for router in routers for end, letter in enumerate(router) if letter == "."}
     for name, module in inside.items():
         sizes = numbers & ({len(module)} if isinstance(module, nn.ModuleList) else _stacks(module))
@@ -413,8 +421,8 @@ def _narrow(ids: Integer[Tensor, "*axes"]) -> Integer[Tensor, "*axes"]:
 
 
 def _kinds(
-    slots: Integer[Tensor, "k *axes site"], experts: Integer[Tensor, " site"], missing: Sequence[int]
-) -> UInt8[Tensor, "*axes site"]:
+    slots: Integer[Tensor, "k *axes moe_layer"], experts: Integer[Tensor, " moe_layer"], missing: Sequence[int]
+) -> UInt8[Tensor, "*axes moe_layer"]:
     """See `Layout.kinds_of_rows`."""
     low, high = slots.amin(0).int(), slots.amax(0).int()  # in uint8, 255 equals -1
 

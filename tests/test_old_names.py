@@ -1,0 +1,52 @@
+"""Names of before 0.2: they mean the same as the new ones, and warn."""
+
+import pandas as pd
+import pytest
+import torch
+
+from moe_rl import routing
+from moe_rl.errors import renamed
+from moe_rl.objectives import policy_loss
+from moe_rl.objectives.losses import LossOutput
+from moe_rl.routing import Layout, MoeLayer
+from moe_rl.storage.frames import Frames
+from moe_rl.study import Study
+from moe_rl.study.routing_replay import study
+
+
+def test_old_names_of_classes_attributes_and_arguments_warn_and_mean_the_same():
+    with pytest.deprecated_call(match="MoeLayer"):
+        assert routing.Site is MoeLayer
+    with pytest.deprecated_call(match="moe_layers"):
+        assert Layout((), "x").sites == ()
+    with pytest.deprecated_call(match="conditions"):
+        old = Study(**{{"conditions": "cells"}.get(name, name): value for name, value in vars(study).items()})
+    assert old == study
+    with pytest.deprecated_call(match="conditions"):
+        assert old.cells == study.conditions
+    frames = Frames(pd.DataFrame({"condition": ["a", "b"]}), {})
+    with pytest.deprecated_call(match="conditions"):
+        assert frames.cells == ["a", "b"]
+    with pytest.deprecated_call(match="condition "):
+        assert frames.cell("b").conditions == ["b"]
+    with pytest.deprecated_call(match="batch_statistics"):
+        assert torch.equal(LossOutput(*[torch.zeros(1)] * 2, marks=torch.ones(1)).batch_statistics, torch.ones(1))
+
+
+def test_an_old_argument_of_the_loss_is_the_new_one():
+    x = {name: torch.zeros(2, 3) for name in ("logprobs", "old_logprobs")} | {"mask": torch.ones(2, 3).bool()}
+    x |= {"advantages": torch.ones(2), "weights": torch.full((2, 3), 1 / 6)}
+    half = torch.full((2, 3), 0.5)
+    with pytest.deprecated_call(match="importance_weights"):
+        old = policy_loss("grpo", **x, trust=half)
+    assert old.loss == policy_loss("grpo", **x, importance_weights=half).loss
+
+
+def test_both_names_at_once_are_refused():
+    @renamed(old="new")
+    class Thing:
+        def __init__(self, new: int = 0) -> None:
+            self.new = new
+
+    with pytest.deprecated_call(), pytest.raises(TypeError, match="both"):
+        Thing(old=1, new=2)
