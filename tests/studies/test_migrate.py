@@ -15,7 +15,7 @@ RUN = {"study": "s", "factors": "base", "seed": 0, "code": "1", "state": "finish
 
 @pytest.fixture
 def old(tmp_path):
-    """Collected tables of before 0.2, with values that a careless copy changes: NaN, -0.0, a loss named like the arm."""
+    """Collected tables of before 0.2, with values that careless copies change: NaN, -0.0, a loss named as the arm."""
     folder = tmp_path / "s"
     folder.mkdir()
     names = ["gspo", "grpo"]
