@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,10 @@ LATER = (
 )
 """Settings with which a run may go on that began with others: they say how long, what is kept, when it is measured,
 and how much of a batch is computed at a time, which changes the last bits at most."""
+
+ADDED = ("schedule", "decay_until")
+"""Settings that release 0.1 lacked. They are written, and hashed, only where they differ from the default: so the
+settings and hashes of earlier runs stay."""
 
 
 # ---------------------------------------------------------------------- the types of values
@@ -139,7 +144,10 @@ def plain(value: Any) -> Any:
     """Settings as nested dictionaries; a Component without options is its name."""
     if isinstance(value, Component) and not value.options:
         return value.name
-    if isinstance(value, Component | Settings):
+    if isinstance(value, Settings):
+        fields = type(value).model_fields
+        value = {k: v for k, v in vars(value).items() if k not in ADDED or v != fields[k].default}
+    if isinstance(value, Component):
         value = vars(value)
     if isinstance(value, Mapping):
         return {key: plain(below) for key, below in value.items()}
@@ -197,9 +205,14 @@ class Optimizer(Settings):
     lr: NotNegative = 2e-4
     warmup: Number = 0
     """Updates over which the learning rate rises from 0, linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up: it stays, or falls to 0."""
+    decay_until: Number = 0
+    """Last update with a learning rate above 0, counted over the whole run, for `linear` and `cosine`."""
     betas: Annotated[tuple[Decay, Decay], FromList] = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
+    """Of matrices; norms and biases have none."""
     grad_clip: NotNegative = 1.0
     """Global L2 norm to which gradients are clipped; 0 turns clipping off."""
     router_lr_scale: NotNegative = 1.0
@@ -210,7 +223,24 @@ class Optimizer(Settings):
 
     def lr_at(self, update: int) -> float:
         """Learning rate of an update, counted from 1 over the whole run."""
-        return self.lr * min(1.0, update / self.warmup) if self.warmup else self.lr
+        if update <= self.warmup:
+            return self.lr * (update / self.warmup)
+        fallen = min(1.0, (update - self.warmup) / max(1, self.decay_until + 1 - self.warmup))
+        share = {"constant": 1.0, "linear": 1 - fallen, "cosine": (1 + math.cos(math.pi * fallen)) / 2}
+        return self.lr * share[self.schedule]
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Optimizer:
+        if self.schedule == "constant" and self.decay_until:
+            raise ConfigError(
+                f"optimizer.decay_until={self.decay_until} has no effect: set optimizer.schedule to linear or cosine"
+            )
+        if self.schedule != "constant" and self.decay_until <= self.warmup:
+            raise ConfigError(
+                f"optimizer.schedule={self.schedule!r} needs the last update with a learning rate above 0, after the "
+                f"warm-up of {self.warmup} updates. Set optimizer.decay_until."
+            )
+        return self
 
 
 class Measure(Settings):
@@ -356,6 +386,11 @@ class RunConfig(Settings):
                 f"({self.prompts_per_step} prompts × {self.group_size}). Use at most {rows}."
             )
         noise, optimizer = self.router_noise, self.optimizer
+        if optimizer.decay_until and (updates := self.steps * self.mini_batches * self.epochs) > optimizer.decay_until:
+            raise ConfigError(
+                f"optimizer.decay_until={optimizer.decay_until}, but the run has {updates} updates ({self.steps} steps "
+                f"× {self.mini_batches} mini-batches × {self.epochs} epochs), and the last ones would change nothing."
+            )
         frozen = noise.target != "other_weights" and not optimizer.router_lr_scale
         if noise.direction == "last_step" and (frozen or optimizer.name == "sgd" and not optimizer.betas[0]):
             raise ConfigError(

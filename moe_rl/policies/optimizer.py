@@ -18,15 +18,23 @@ from moe_rl.routing.moe_layers import router_parameters
 
 
 def make_optimizer(weights: TrainedWeights, settings: Optimizer) -> torch.optim.Optimizer:
-    """With the routers in a group of their own, at `router_lr_scale` times the learning rate (0 = frozen)."""
+    """With the routers in groups of their own, at `router_lr_scale` times the learning rate (0 = frozen), and norms and
+    biases in groups without weight decay."""
     if not weights.own:
         raise ConfigError("the model has no trainable parameter.")
     routers = {id(p) for p in router_parameters(weights.model)}
+    decayed = {id(p) for name, p in weights.model.named_parameters() if p.ndim >= 2 and not name.endswith("bias")}
     groups = [
-        {"params": [weights[p] for p in weights.own if id(p) not in routers], "scale": 1.0},
-        {"params": [weights[p] for p in weights.own if id(p) in routers], "scale": settings.router_lr_scale},
+        {
+            "params": [weights[p] for p in weights.own if (id(p) in routers, id(p) in decayed) == (router, decay)],
+            "scale": settings.router_lr_scale if router else 1.0,
+            "weight_decay": settings.weight_decay if decay else 0.0,
+        }
+        for router in (False, True)
+        for decay in (True, False)
     ]
-    common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    groups = [group for group in groups if group["params"]]
+    common: dict[str, Any] = {"lr": settings.lr, "fused": True}
     if settings.name == "sgd":
         return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
     return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)

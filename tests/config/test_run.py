@@ -134,3 +134,39 @@ def test_every_wrong_value_is_named():
 def test_settings_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         CONFIGS[0].optimizer.lr = 1.0
+
+
+def test_a_schedule_falls_from_the_rate_to_nothing():
+    """Hand-worked: a warm-up of 2, then 4 updates of which the last has a rate above 0."""
+    for name, shares in {
+        "constant": [0.5, 1, 1, 1, 1, 1],
+        "linear": [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0, 0],
+        "cosine": [0.5, 1, 0.9045, 0.6545, 0.3455, 0.0955, 0],
+    }.items():
+        settings = Optimizer(lr=2.0, warmup=2, schedule=name, decay_until=0 if name == "constant" else 6)
+        assert [settings.lr_at(i) for i in range(1, len(shares) + 1)] == pytest.approx(
+            [2 * s for s in shares], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    "changes, value",
+    [
+        ({"optimizer.schedule": "linear"}, "linear"),
+        ({"optimizer.schedule": "linear", "optimizer.decay_until": 40, "optimizer.warmup": 40}, "40"),
+        ({"optimizer.decay_until": 400}, "400"),
+        ({"optimizer.schedule": "linear", "optimizer.decay_until": 399}, "399"),
+        ({"optimizer.schedule": "polynomial"}, "polynomial"),
+    ],
+)
+def test_a_schedule_that_would_not_be_followed_is_refused(changes, value):
+    run = CONFIGS[0].replace(steps=50, mini_batches=8, epochs=1)
+    with pytest.raises(ConfigError, match=value):
+        run.replace(**changes)
+
+
+def test_a_setting_that_release_0_1_lacked_leaves_hashes_as_they_were():
+    run = CONFIGS[0].replace(steps=50, mini_batches=8, epochs=1)
+    fallen = run.replace(**{"optimizer.schedule": "cosine", "optimizer.decay_until": 400})
+    assert not {"schedule", "decay_until"} & run.to_dict()["optimizer"].keys()
+    assert RunConfig.from_dict(fallen.to_dict()) == fallen and fallen.hash != run.hash

@@ -211,8 +211,21 @@ def test_warm_up_divides_the_learning_rate_of_the_first_updates(batch, tmp_path)
     again.load(tmp_path)
     for p in (policy, again):
         p.update(part_of(batch, p.score(batch)), GRPO)
-        assert [group["lr"] for group in p.optimizer.param_groups] == [0.5e-3] * 2
+        assert [group["lr"] for group in p.optimizer.param_groups] == [0.5e-3] * len(p.optimizer.param_groups)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), again.weights(), strict=True))
+
+
+def test_norms_and_biases_do_not_decay_and_all_else_does():
+    """Without a gradient, AdamW multiplies a weight by 1 − lr · weight_decay."""
+    policy = policy_of(build("gpt_oss"), optimizer={"lr": 0.1, "weight_decay": 0.5})
+    before = {n: w.clone() for n, w in policy.weights()}
+    for p in policy.model.parameters():
+        p.grad = torch.zeros_like(p)
+    take_step(policy.trained, policy.optimizer, policy.settings, 1)
+    for name, weight in policy.weights():
+        share = 1.0 if weight.ndim < 2 or name.endswith("bias") else 0.95
+        torch.testing.assert_close(weight, share * before[name], msg=name)
+    assert any(name.endswith("experts.down_proj_bias") for name in before), "a bias of two axes"
 
 
 def test_sgd_steps_against_the_gradient_and_freezes_what_it_is_told_to(batch):
