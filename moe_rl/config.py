@@ -229,19 +229,6 @@ class Optimizer(Settings):
         share = {"constant": 1.0, "linear": 1 - fallen, "cosine": (1 + math.cos(math.pi * fallen)) / 2}
         return self.lr * share[self.schedule]
 
-    @model_validator(mode="after")
-    def _check_schedule(self) -> Optimizer:
-        if self.schedule == "constant" and self.decay_until:
-            raise ConfigError(
-                f"optimizer.decay_until={self.decay_until} has no effect: set optimizer.schedule to linear or cosine"
-            )
-        if self.schedule != "constant" and self.decay_until <= self.warmup:
-            raise ConfigError(
-                f"optimizer.schedule={self.schedule!r} needs the last update with a learning rate above 0, after the "
-                f"warm-up of {self.warmup} updates. Set optimizer.decay_until."
-            )
-        return self
-
 
 class Measure(Settings):
     """How much is measured (docs/concepts.md, "Measure")."""
@@ -386,11 +373,6 @@ class RunConfig(Settings):
                 f"({self.prompts_per_step} prompts × {self.group_size}). Use at most {rows}."
             )
         noise, optimizer = self.router_noise, self.optimizer
-        if optimizer.decay_until and (updates := self.steps * self.mini_batches * self.epochs) > optimizer.decay_until:
-            raise ConfigError(
-                f"optimizer.decay_until={optimizer.decay_until}, but the run has {updates} updates ({self.steps} steps "
-                f"× {self.mini_batches} mini-batches × {self.epochs} epochs), and the last ones would change nothing."
-            )
         frozen = noise.target != "other_weights" and not optimizer.router_lr_scale
         if noise.direction == "last_step" and (frozen or optimizer.name == "sgd" and not optimizer.betas[0]):
             raise ConfigError(
@@ -398,7 +380,23 @@ class RunConfig(Settings):
                 f"momentum: optimizer.router_lr_scale={optimizer.router_lr_scale}, betas={optimizer.betas}. Use the "
                 "direction 'random'."
             )
+        self._check_schedule()
         return self
+
+    def _check_schedule(self) -> None:
+        schedule, until = self.optimizer.schedule, self.optimizer.decay_until
+        if schedule == "constant" and until:
+            raise ConfigError(f"optimizer.decay_until={until} has no effect: set optimizer.schedule=linear or cosine")
+        if schedule != "constant" and until <= self.optimizer.warmup:
+            raise ConfigError(
+                f"optimizer.schedule={schedule!r} needs the last update with a learning rate above 0, after the "
+                f"warm-up of {self.optimizer.warmup} updates: optimizer.decay_until"
+            )
+        if until and (updates := self.steps * self.mini_batches * self.epochs) > until:
+            raise ConfigError(
+                f"optimizer.decay_until={until}, but the run has {updates} updates ({self.steps} steps × "
+                f"{self.mini_batches} mini-batches × {self.epochs} epochs), and the last ones would change nothing."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; `from_dict` reads it back."""
