@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
     cluster, options.settings = _launcher(options)
     study, options.settings = _other_trainer(load_study_file(options.study), options)
-    jobs, console = at_a_time(options.jobs), Console(quiet=ranks.rank() > 0)
+    console = Console(quiet=ranks.rank() > 0)
     options.track = [_with_folder(tracker) for tracker in options.track]
     declared = _with_settings(study, options)
     declared = declared.quick_form() if options.quick else declared
@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
     study = declared.with_arms(options.arm, own_arms)
     steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
     planned = study.runs(options.out, _seeds(options.seeds, study.seeds), steps)
+    jobs = at_a_time(options.jobs, planned)
     printed.check(study)
     if ranks.launched():
         ranks.join(study.base.model.device)

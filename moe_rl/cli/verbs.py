@@ -48,7 +48,7 @@ def verb(*arguments: Argument, examples: str) -> Callable[[Action], Verb]:
 
 MIX_CODE = argument("--mix-code", action="store_true", help="pool runs of different code, data or settings")
 UNFINISHED = argument("--unfinished", action="store_true", help="include unfinished runs, up to their last checkpoint")
-JOBS = argument("--jobs", type=int, help="runs at a time, one thread each (default: all cores)")
+JOBS = argument("--jobs", type=int, help="runs at a time, one thread each (default: one per core or GPU)")
 DEVICE = argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)")
 DTYPE = argument("--dtype", default="float32", help="dtype of the weights (default: float32)")
 TRUST_CODE = argument("--trust-remote-code", action="store_true", help="run code that the checkpoint contains")

@@ -72,15 +72,15 @@ def run_study(
     pooled: bool = True,
     console: Console | None = None,
 ) -> list[Failure]:
-    """Run what is not finished, at most `jobs` (default: all cores) at a time; returns the failures. `trackers` are
-    given the rows as they are made.
+    """Run what is not finished, at most `jobs` at a time (default: see `at_a_time`), and return the failures.
+    `trackers` are given the rows as they are made.
 
     Everything that can be seen to be wrong raises before a process starts, as `unfinished` says. A failing run does not
     stop the others, unless they would most likely fail alike: after an expected error before a first step, or the same
     error in runs that differ in more than their seeds while no other run came further. A diverged run is no failure.
     Under torchrun all ranks carry out one run after the other, and the first error ends the job.
     """
-    console, jobs = console or Console(), at_a_time(jobs)
+    console, jobs = console or Console(), at_a_time(jobs, planned)
     left = ranks.from_rank_0(lambda: unfinished(planned, mix_code, pooled))
     waiting = [p for p, is_left in zip(planned, left, strict=True) if is_left]
     how = f"{ranks.world()} ranks each" if ranks.launched() else f"{min(jobs, len(waiting))} at a time"
@@ -88,13 +88,16 @@ def run_study(
     if ranks.launched():
         run_together(study, planned, waiting, cache, trackers, console)
         return []
+    gpus = find_gpus(planned)
     running: list[Worker] = []
     failures: list[Failure] = []
     try:
         with Display(planned, console) as display:
             while waiting or running:
                 while waiting and len(running) < jobs:
-                    running.append(Worker(waiting.pop(0), study.trainer, cache, trackers))
+                    busy = [worker.gpu for worker in running]
+                    gpu = min(gpus, key=busy.count, default=None)
+                    running.append(Worker(waiting.pop(0), study.trainer, cache, trackers, gpu))
                 time.sleep(0.2)
                 for worker in [worker for worker in running if not worker.process.is_alive()]:
                     running.remove(worker)
@@ -114,19 +117,25 @@ def run_study(
 
 
 class Worker:
-    """A process that carries out one run. It ignores Ctrl-C, which the parent decides on, and dies with its parent.
+    """A process that carries out one run. It ignores Ctrl-C, which the parent decides on, and dies with its parent. Of
+    several GPUs it sees one.
 
     Each run has a process of its own, and not one of a pool, which would end all its runs when one process is killed.
     """
 
-    def __init__(self, planned: Planned, trainer: str, cache: Path, trackers: Sequence[str] = ()) -> None:
-        self.planned = planned
+    def __init__(
+        self, planned: Planned, trainer: str, cache: Path, trackers: Sequence[str] = (), gpu: str | None = None
+    ) -> None:
+        self.planned, self.gpu = planned, gpu
+        visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         self._answer, answer = CONTEXT.Pipe(duplex=False)
         self.process = CONTEXT.Process(target=_carry_out_here, args=(answer, planned, trainer, cache, [*trackers]))
         resource_tracker.ensure_running()  # else the first start would, and unblock SIGINT
         blocked, before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}), dict(os.environ)
         try:  # a process inherits both
-            os.environ.update(environment() | {"PYTHONSAFEPATH": "1"})  # nothing is imported from the current folder
+            os.environ.update(
+                environment() | visible | {"PYTHONSAFEPATH": "1"}
+            )  # nothing is imported from the current folder
             self.process.start()
         finally:
             os.environ.clear()
@@ -204,13 +213,26 @@ def run_together(
             display.update()
 
 
-def at_a_time(jobs: int | None) -> int:
-    """How many runs at a time `--jobs` allows: by default as many as there are cores. Raises ConfigError for none."""
+def at_a_time(jobs: int | None, planned: Sequence[Planned]) -> int:
+    """How many runs at a time `--jobs` allows: by default one per GPU where runs are on GPUs, else one per core. Raises
+    ConfigError for none."""
     if jobs is None:
-        return os.cpu_count() or 1
+        return len(find_gpus(planned)) or os.cpu_count() or 1
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} must be at least 1")
     return jobs
+
+
+def find_gpus(planned: Sequence[Planned]) -> list[str]:
+    """The GPUs over which workers are spread, as CUDA_VISIBLE_DEVICES names them. None where a run is on another device
+    or names its GPU, as in `cuda:1`."""
+    if any(p.config.model.device != "cuda" for p in planned):
+        return []
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
 
 
 def preflight(study: Study, planned: Sequence[Planned], elsewhere: bool = False) -> list[str]:

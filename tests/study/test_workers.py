@@ -1,6 +1,17 @@
-"""What the display of a study prints of runs that prepare."""
+"""What the display of a study prints of runs that prepare, and which GPU a worker sees."""
 
+import io
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from moe_rl.errors import RunError
 from moe_rl.study.display import preparing
+from moe_rl.study.workers import at_a_time, find_gpus, run_study
+from tests.fake_study import study as fake
 
 
 def test_what_a_run_does_before_its_first_step():
@@ -8,3 +19,32 @@ def test_what_a_run_does_before_its_first_step():
     assert all(word in preparing({"cold_start": now}) for word in ("400/3000", "5% of 35%", "40 s left"))
     assert "waiting" in preparing({"cold_start": {"waiting": True}})
     assert preparing({"step": 0}) == "preparing" and preparing({"step": 0, "seconds_per_step": None}) == "first step"
+
+
+def on(device):
+    return replace(fake, base=fake.base.replace(**{"model.device": device}))
+
+
+def note_gpu(run, folder, *, cache, listen):
+    """A trainer that writes down which GPUs it sees."""
+    (folder.path / "gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    raise RunError("written")
+
+
+@pytest.mark.parametrize("jobs, seen", [(4, {"5": 2, "GPU-7": 2}), (None, {"5": 1, "GPU-7": 1})])
+def test_workers_are_spread_over_the_gpus_and_there_is_one_for_each(tmp_path, monkeypatch, jobs, seen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
+    study = replace(on("cuda"), trainer="tests.study.test_workers:note_gpu")
+    planned = study.runs(tmp_path, range(4), 1)[:4]
+    console = Console(file=io.StringIO())
+    failures = run_study(study, planned, cache=tmp_path / ".cache", jobs=jobs, console=console)
+    assert {failure.message for failure in failures} == {"written"}
+    assert Counter(file.read_text() for file in tmp_path.rglob("gpu")) == seen
+
+
+def test_runs_that_name_their_gpu_or_have_none_are_not_spread(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    for device, count in (("cuda", 3), ("cuda:1", 0), ("cpu", 0)):
+        planned = on(device).runs(tmp_path, [0], 1)
+        assert len(find_gpus(planned)) == count
+        assert at_a_time(None, planned) == (count or os.cpu_count())
