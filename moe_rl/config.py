@@ -360,7 +360,8 @@ class RunConfig(Settings):
     """Steps between resume checkpoints. A run may go on with another value."""
     hf_checkpoints: Annotated[tuple[Number, ...], FromList] = ()
     """Steps after which the weights are also saved, as Hugging Face's files in the run's folder checkpoints/step=…; 0:
-    before all. A run may go on with more, at steps that are still to come."""
+    before all. The last step's always are where the model came from a checkpoint. A run may go on with more, at steps
+    that are still to come."""
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
@@ -412,6 +413,11 @@ class RunConfig(Settings):
         return names | {
             text for text in tasks if Component(text).own and not text.startswith(("reasoning_gym:", "jsonl:"))
         }
+
+    def exports_after(self, step: int) -> bool:
+        """Whether the weights are saved as Hugging Face's files after a step: see `hf_checkpoints`."""
+        from_checkpoint = "/" in self.model.name or self.model.name in SHIPPED
+        return step in self.hf_checkpoints or (step == self.steps and from_checkpoint)
 
     @property
     def truncates(self) -> bool:

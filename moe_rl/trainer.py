@@ -123,7 +123,7 @@ def train(run: RunConfig, parts: Parts, folder: Folder, listen: Listener = lambd
                 with recorder.timed("evaluate"):
                     evaluation = evaluate_held_out(run, parts, step)
                 rows |= evaluation | {"steps": [rows["steps"][0] | evaluation["steps"][0]]}
-            if step in run.hf_checkpoints and parts.export:
+            if run.exports_after(step) and parts.export:
                 parts.export(step)
         except Diverged as error:
             diverged = f"step {step}: {error}"

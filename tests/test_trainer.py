@@ -348,6 +348,15 @@ def test_any_step_can_be_saved_as_a_hugging_face_checkpoint(tmp_path):
     begun, *later = (m.model.layers[0].mlp.gate.weight for m in saved)
     assert torch.equal(begun, load(run.model, run.cold_start.seed).model.model.layers[0].mlp.gate.weight)
     assert not torch.equal(begun, later[0]) and not torch.equal(*later)
+    again = run.replace(
+        steps=2,
+        hf_checkpoints=(),
+        **{"cold_start.target": 0.0, "model": ModelConfig(name=str(tmp_path / "run/checkpoints/step=000004"))},
+    )
+    carry_out(again, tmp_path / "again")
+    (last,) = (tmp_path / "again/checkpoints").iterdir()  # a run that begins with a checkpoint leaves one
+    assert last.name == "step=000002" and (last / "tokenizer_config.json").exists()
+    assert not torch.equal(AutoModelForCausalLM.from_pretrained(last).model.layers[0].mlp.gate.weight, later[1])
 
 
 def test_a_step_whose_groups_are_all_equal_warns(tmp_path):
