@@ -330,8 +330,8 @@ class RunConfig(Settings):
     epochs: Count = 1
     """Passes over the rollouts of a step, each with its own split: `mini_batches` × `epochs` updates."""
     micro_batch: Count = 64
-    """Most rows in one forward with gradient. Fewer need less memory and round differently in the last bits. A run may
-    go on with another value; the manifest has both."""
+    """Most rows in one forward with gradient; without gradient there are four times as many. Fewer need less memory and
+    round differently in the last bits. A run may go on with another value; the manifest has both."""
     micro_batch_tokens: Annotated[int | None, Field(ge=1)] = None
     """Most tokens, padding included, in any forward. Rows are sorted by length and grouped up to this number; a longer
     row is alone. None: no limit besides the rows. A run may go on with another value, as with `micro_batch`."""
@@ -431,7 +431,9 @@ class RunConfig(Settings):
         engine, batches, policy = map(Component.of, (self.engine, self.batches, self.policy))
         same = engine.name in ("hf", "perturbed") and policy.name == "hf" and self.model.dtype == "float32"
         other = batches.own or batches.options.get("lag") or self.truncates and not self.sampling_mask
-        return same and not other and not any(engine.options[name] for name in {*engine.options} - {"routes"})
+        return (
+            same and not other and not any(engine.options[name] for name in {*engine.options} - {"routes", "max_rows"})
+        )
 
     @property
     def hash(self) -> str:

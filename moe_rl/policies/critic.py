@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_rl.config import Optimizer
 from moe_rl.models.master_weights import TrainedWeights
 from moe_rl.objectives.advantages import value_loss
-from moe_rl.policies.hf import checkpoint_activations, cut, join, move_beside
+from moe_rl.policies.hf import SCORED, checkpoint_activations, cut, join, move_beside
 from moe_rl.policies.optimizer import make_optimizer, read_state, take_step, write_state
 from moe_rl.tasks.base import EQUAL
 from moe_rl.types import MiniBatch, Rollouts
@@ -40,7 +40,7 @@ class HFCritic:
         clip: float = math.inf,
         micro_batch: int = 64,
         micro_batch_tokens: int | None = None,
-        score_batch: int = 256,
+        score_batch: int | None = None,
         activation_checkpointing: bool = False,
     ):
         body: Any = model.base_model
@@ -50,7 +50,8 @@ class HFCritic:
             nn.init.zeros_(parameter)
         self.model = nn.ModuleDict({"body": body, "head": head}).eval()
         self.settings, self.clip = optimizer, clip
-        self.micro_batch, self.micro_batch_tokens, self.score_batch = micro_batch, micro_batch_tokens, score_batch
+        self.micro_batch, self.micro_batch_tokens = micro_batch, micro_batch_tokens
+        self.score_batch = score_batch or SCORED * micro_batch
         self.device = embeddings.device
         self.trained = TrainedWeights(self.model)
         self.optimizer = make_optimizer(self.trained, optimizer)

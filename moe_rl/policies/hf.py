@@ -50,6 +50,8 @@ Rows = slice | Tensor
 
 WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
 BIAS = "e_score_correction_bias"
+SCORED = 4
+"""Rows of a forward without gradient for each of one with: a forward without keeps no activations."""
 
 
 def _check(run: RunConfig, *, master_weights: bool = True, compile: str | None = None) -> None:
@@ -101,11 +103,11 @@ class HFPolicy:
     """Owns the module and its optimizer. The module stays in eval mode (no dropout, no router jitter), gradients on.
 
     `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward with
-    gradient, `micro_batch_tokens` the tokens of any forward, for which rows are sorted by length; a sequence is never
-    split. `activation_checkpointing` is False, "reentrant" or "non-reentrant". `master_weights`: see `TrainedWeights`.
-    `compile`: the backend for `compile_parts`. With `gradient_cosine` every update says how its gradient lies to the
-    one before (`compute_cosine_with`), which is kept for it.
-    """
+    gradient, `score_batch` (SCORED times as many) those of one without, `micro_batch_tokens` the tokens of any forward,
+    for which rows are sorted by length; a sequence is never split. `activation_checkpointing` is False, "reentrant" or
+    "non-reentrant". `master_weights`: see `TrainedWeights`. `compile`: the backend for `compile_parts`. With
+    `gradient_cosine` every update says how its gradient lies to the one before (`compute_cosine_with`), which is kept
+    for it. """
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class HFPolicy:
         temperature: float = 1.0,
         micro_batch: int = 64,
         micro_batch_tokens: int | None = None,
-        score_batch: int = 256,
+        score_batch: int | None = None,
         activation_checkpointing: bool | str = False,
         master_weights: bool = True,
         compile: str | None = None,
@@ -124,7 +126,8 @@ class HFPolicy:
         self.model = model.eval()
         self.settings = optimizer
         self.temperature = temperature
-        self.micro_batch, self.micro_batch_tokens, self.score_batch = micro_batch, micro_batch_tokens, score_batch
+        self.micro_batch, self.micro_batch_tokens = micro_batch, micro_batch_tokens
+        self.score_batch = score_batch or SCORED * micro_batch
         self.device = next(model.parameters()).device
         self.biases = correction_biases(model) if optimizer.loss_free_bias else []
         self.updates = 0

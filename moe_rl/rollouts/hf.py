@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
-from moe_rl.config import RunConfig
+from moe_rl.config import Count, RunConfig
 from moe_rl.errors import Diverged, RunError
 from moe_rl.models.compilation import run_eagerly
 from moe_rl.models.load import LoadedModel
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def _check(run: RunConfig, *, routes: str = "raise") -> None:
+def _check(run: RunConfig, *, routes: str = "raise", max_rows: Count = 512) -> None:
     check_routes(run, routes)
     if not run.sampling_mask:
         warn_without_mask(run, "sampling_mask=False")
 
 
 @checked(_check)
-def hf(run: RunConfig, start: LoadedModel, folder: Path, *, routes: str = "raise") -> HFEngine:
+def hf(run: RunConfig, start: LoadedModel, folder: Path, *, routes: str = "raise", max_rows: Count = 512) -> HFEngine:
     """The engine `hf`: samples from `start` itself, which is the policy's own module where one process trains.
-    `routes`: `raise`, or `off`: they are not recorded."""
-    return HFEngine(start.model, start.tokenizer, record_routes=routes != "off")
+    `routes`: `raise`, or `off`: they are not recorded. `max_rows`: completions sampled at once, which bounds memory."""
+    return HFEngine(start.model, start.tokenizer, record_routes=routes != "off", max_rows=max_rows)
 
 
 class HFEngine:

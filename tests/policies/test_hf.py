@@ -362,3 +362,11 @@ def test_the_norm_and_the_clip_factor_are_exact_where_gradients_are_rounded(dtyp
         assert norm == torch.nn.utils.get_total_norm(given).item(), "the same bits as before"
     for p, g in zip(layer.parameters(), given, strict=True):
         assert torch.equal(-p.data, (g.float() / torch.tensor(norm + 1e-6)).to(dtype)) or dtype == torch.float32
+
+
+def test_scoring_obeys_the_rows_of_a_forward_with_gradient(batch, monkeypatch):
+    seen = []
+    policy = policy_of(build("qwen3_moe"), micro_batch=1)
+    monkeypatch.setattr(policy, "_forward", lambda part, *a, f=policy._forward: seen.append(len(part)) or f(part, *a))
+    policy.score(batch)
+    assert max(seen) == min(4, len(batch)) and sum(seen) == len(batch)
