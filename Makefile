@@ -14,7 +14,7 @@ VERSIONS := .venv-versions
 VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformers-5.19.0 transformers-newest \
   torch-2.6.0 torch-newest
 
-.PHONY: setup study results test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
+.PHONY: setup study results notebooks test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
   test-slurm test-gpu bench-gpu test-wheel docs report lint clean
 
 setup: $(STAMP)
@@ -30,6 +30,12 @@ study: $(STAMP)
 # The tables and figures of the pages of studies/, again from the tables in the repository.
 results: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python studies/make.py
+
+# Run every notebook, and store what it prints.
+notebooks: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[notebooks]"
+	OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 # README, docs, the studies' pages and the docstrings as one site, in build/site; a link that leads nowhere fails it.
 $(SPHINX): $(STAMP)

@@ -43,7 +43,7 @@ def test_read_a_study(monkeypatch, capsys):
     names = run("read_a_study.ipynb", monkeypatch)
     assert names["result"].n == 3 and names["result"].p_smallest == 0.25
     assert len(names["ax"].lines) == 9
-    assert "gspo − grpo: " in capsys.readouterr().out
+    assert "gspo_short − grpo: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["watch_routes_move.ipynb", "router_noise.ipynb", "read_a_study.ipynb"])

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from moe_rl.errors import renamed
+
 DIVIDED_BY = {
     **dict.fromkeys(("expert_change_rate", "any_change_rate", "jaccard_distance"), "volatility_tokens"),
     "gate_mass_moved": "gated_tokens",
@@ -25,6 +27,7 @@ LOG_SUMS = ("_log_n", "_log_r", "_log_r2")
 """Ends of the names of logarithms of sums that would overflow: log Σ 1, log Σ r, log Σ r²."""
 
 
+@renamed(site_rows="moe_layer_rows")
 class Pooled(dict[str, Tensor]):
     """Float64 sums by name, of every MoE layer or of all tokens. `+` pools two sets of tokens; `Pooled()` is empty.
 
