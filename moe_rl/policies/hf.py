@@ -107,7 +107,7 @@ class HFPolicy:
     for which rows are sorted by length; a sequence is never split. `activation_checkpointing` is False, "reentrant" or
     "non-reentrant". `master_weights`: see `TrainedWeights`. `compile`: the backend for `compile_parts`. With
     `gradient_cosine` every update says how its gradient lies to the one before (`compute_cosine_with`), which is kept
-    for it. """
+    for it."""
 
     def __init__(
         self,

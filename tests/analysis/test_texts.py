@@ -66,7 +66,7 @@ def test_a_response_whose_reasoning_the_template_drops_is_refused(tmp_path):
     """DeepSeek-R1's does so; one that sets it apart by other spaces, as Qwen3's does, keeps it."""
     messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>hm</think>2!"}]
     drops = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
-    with pytest.raises(ConfigError, match="line 1: the chat template leaves out"):
+    with pytest.raises(ConfigError, match="line 1: .*template"):
         texts(tmp_path, {"messages": messages}, template=drops)
     spaces = TEMPLATE.replace("m.content", "m.content.replace('</think>', '</think>\n\n')")
     (batch,) = texts(tmp_path, {"messages": messages}, template=spaces).batches()
@@ -91,7 +91,7 @@ def test_nor_is_reasoning_lost_of_a_field_of_its_own_of_a_part_or_of_an_earlier_
         "(m.content if m.content is string and loop.last else "
         "m.content.split('>')[-1] if m.content is string else m.content[0].text)",
     )
-    with pytest.raises(ConfigError, match="line 1: the chat template leaves out"):
+    with pytest.raises(ConfigError, match="line 1: .*template"):
         texts(tmp_path, {"prompt": [{"role": "user", "content": "2?"}], "response": response}, template=keeps_last)
 
 

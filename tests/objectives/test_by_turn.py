@@ -132,7 +132,7 @@ KL = Component("kl_penalty", coef=0.1)
     ids=lambda steps: "+".join(map(str, steps)),
 )
 def test_a_loss_with_one_advantage_per_sequence_refuses_others_when_the_arm_is_made(loss, steps):
-    with pytest.raises(ConfigError, match="differs within a response.*gspo_token"):
+    with pytest.raises(ConfigError, match="gspo_token"):
         objective_of(Arm(name="a", loss=loss, advantage=steps))
     for other in ("grpo", "gspo_token", "sapo"):
         assert objective_of(Arm(name="a", loss=other, advantage=steps))

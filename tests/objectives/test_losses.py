@@ -128,7 +128,7 @@ def test_a_clipped_ratio_that_overflows_does_not_poison_the_gradient():
 def test_gspo_refuses_advantages_that_differ_within_a_response_and_names_the_loss_that_takes_them():
     mask = torch.tensor([[False, True, True], [True, True, False]])
     differ = torch.tensor([[9.0, 1.0, 1.0], [2.0, 2.5, 9.0]])
-    with pytest.raises(ConfigError, match="differ within a sequence.*gspo_token"):
+    with pytest.raises(ConfigError, match="gspo_token"):
         gspo(inputs(torch.zeros(2, 3), torch.zeros(2, 3), differ, mask))
     gspo(inputs(torch.zeros(1, 3), torch.zeros(1, 3), differ.masked_fill(~mask, math.nan)[:1], mask[:1]))
 

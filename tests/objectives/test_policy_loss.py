@@ -113,7 +113,7 @@ def test_inputs_that_do_not_fit_are_refused_with_a_sentence():
         )
     with pytest.raises(ConfigError, match=r"advantages have shape \(2, 1\)"):
         inspect.unwrap(policy_loss)("grpo", logprobs=NEW, old_logprobs=OLD, advantages=torch.ones(2, 1), mask=MASK)
-    with pytest.raises(ConfigError, match="old_logprobs is not finite at 1 of 5 response tokens"):
+    with pytest.raises(ConfigError, match="old_logprobs .*1 of 5"):
         loss("grpo", old_logprobs=torch.where(OLD == -0.7, -torch.inf, OLD))
     with pytest.raises(ConfigError, match="filters"):
         correction_weights("tis+filters=finished", old_logprobs=OLD, rollout_logprobs=ENGINE, mask=MASK, advantages=OLD)
@@ -153,7 +153,7 @@ def test_gradients_flow_to_narrow_log_probs():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_advantages_that_are_not_finite_are_refused(bad):
-    with pytest.raises(ConfigError, match=r"advantages is not finite at 3 of 5 .*\[0, 0\]"):
+    with pytest.raises(ConfigError, match=r"advantages .*3 of 5 .*\[0, 0\]"):
         loss("grpo", advantages=torch.tensor([bad, 1.0]))
     per_token = torch.ones(2, 3)
     per_token[1, 2] = bad  # outside the mask
@@ -192,7 +192,7 @@ def test_what_is_no_log_probability_is_refused(name, change):
     }
     given = {"advantages": torch.ones(3), "mask": torch.ones(3, 4, dtype=torch.bool)}
     assert torch.isfinite(policy_loss("tis", **honest, **given).loss)
-    with pytest.raises(ConfigError, match=f"{name} are above 0 at 12 of 12 response tokens"):
+    with pytest.raises(ConfigError, match=f"{name} .*12 of 12"):
         policy_loss("tis", **honest | {name: change(honest[name])}, **given)
     if name != "logprobs":
         del honest["logprobs"]
@@ -273,7 +273,7 @@ def test_parts_of_a_mini_batch_need_its_statistics(text):
     }
     objective = objective_of(arm(text))
     weights = objective.aggregate(MASK)
-    with pytest.warns(UserWarning, match="needs statistics of the mini-batch.*its weights .objective_of"):
+    with pytest.warns(UserWarning, match="weights .objective_of"):
         whole = policy_loss(text, **given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -292,9 +292,7 @@ def test_parts_of_a_mini_batch_need_its_statistics(text):
         ]
     assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item(), abs=1e-12)
     for row in (slice(0, 1), slice(1, 2)):
-        with pytest.raises(
-            ConfigError, match="Give its batch_statistics and importance_weights; these weights are those of a part"
-        ):
+        with pytest.raises(ConfigError, match="batch_statistics and importance_weights"):
             policy_loss(text, **{name: x[row] for name, x in given.items()}, weights=weights[row])
 
 
@@ -305,7 +303,7 @@ def test_what_takes_no_statistics_is_no_part_and_weights_of_a_sum_do_not_say_it(
         warnings.simplefilter("error")
         plain = policy_loss("grpo+truncated", **first, weights=MASK[:1] / 6)
         assert policy_loss("grpo+truncated(batch_normalized=false)", **first, weights=MASK[:1] / 6).loss == plain.loss
-    with pytest.warns(UserWarning, match="kl_cov needs statistics of the mini-batch"):
+    with pytest.warns(UserWarning, match="kl_cov"):
         policy_loss("kl_cov+aggregate=token_sum", **first, weights=MASK[:1].float())
 
 
@@ -351,9 +349,9 @@ def test_the_check_of_the_gradient_leaves_the_callers_graph_alone():
 def test_one_response_per_prompt_says_why_it_teaches_nothing():
     """Half of the rows being alone is said too: their reward does not count. A return compares with nobody."""
     given = {"rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]), "mask": torch.ones(4, 1, dtype=torch.bool)}
-    with pytest.warns(UserWarning, match="4 of 4 rows are the only response"):
+    with pytest.warns(UserWarning, match="4 of 4 rows"):
         assert not compute_advantages("grpo", prompt=torch.arange(4), **given).any()
-    with pytest.warns(UserWarning, match="2 of 4 rows are the only response"):
+    with pytest.warns(UserWarning, match="2 of 4 rows"):
         compute_advantages("grpo", prompt=torch.tensor([0, 1, 2, 2]), **given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -364,7 +362,7 @@ def test_one_response_per_prompt_says_why_it_teaches_nothing():
 def test_advantages_that_a_step_took_are_not_called_equal_rewards():
     given = {"rewards": torch.tensor([1.0, 0.0]), "prompt": torch.zeros(2, dtype=torch.long), "mask": MASK}
     for text, mask in (("grpo+group+difficulty_mask(low=0.6)", MASK), ("grpo", ~(MASK | True))):
-        with pytest.warns(UserWarning, match="every advantage is 0, although rewards differ"):
+        with pytest.warns(UserWarning, match="advantage is 0"):
             assert not compute_advantages(text, **{**given, "mask": mask}).any()
     for text in ("grpo+group+difficulty_mask(low=0.9,high=0.1)", "clip_cov(low=5,high=1)"):
         with pytest.raises(ConfigError, match="low < high"):

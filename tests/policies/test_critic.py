@@ -148,7 +148,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(batch, tmp_path):
 def test_a_gradient_that_is_not_finite_names_the_critic(batch):
     critic = critic_of()
     part = to_learn(batch, critic)
-    with pytest.raises(Diverged, match="the critic's gradient norm is nan.*Lower the critic's learning rate"):
+    with pytest.raises(Diverged, match="critic.* nan.*learning rate"):
         critic.update(replace(part, returns=part.returns * torch.nan))
 
 
@@ -238,7 +238,7 @@ def test_the_advantage_gives_its_options_to_the_critic(options, lr, clip):
 
 
 def test_a_critic_on_megatron_is_refused():
-    with pytest.raises(ConfigError, match="policy='megatron' has none: its schedule runs one model per process"):
+    with pytest.raises(ConfigError, match="policy='megatron'"):
         check(PPO.replace(policy="megatron", epochs=1))
     assert not [text for text in check(PPO) if "critic" in text]
 

@@ -390,7 +390,7 @@ def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
     (tmp_path / "run" / "manifest.json").write_text(
         (tmp_path / "run" / "manifest.json").read_text().replace('"finished": 2', '"finished": 1')
     )
-    with pytest.raises(RunError, match="the batch of step 3 is missing in step 3; .*in step 1.*batches.pt"):
+    with pytest.raises(RunError, match="step 3 .*in step 1.*batches.pt"):
         carry_out(run.replace(steps=4), tmp_path / "run")
 
 
@@ -412,5 +412,5 @@ def test_settings_that_no_run_can_have_are_refused(changes, message):
 
 def test_megatron_compares_no_gradients(monkeypatch):
     pretend_installed(monkeypatch, "megatron.core")
-    with pytest.raises(ConfigError, match="gradient_cosine=True: policy='megatron' spreads its gradients"):
+    with pytest.raises(ConfigError, match="gradient_cosine=True: policy='megatron'"):
         check(TINY.replace(policy="megatron", measure=Measure(gradient_cosine=True)))

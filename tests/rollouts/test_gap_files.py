@@ -63,7 +63,7 @@ def test_a_gap_that_is_no_number_is_kept_and_not_remembered(parts, tmp_path):
     batch, watch = sample(parts, 1), GapFiles(tmp_path / "rollouts", Sampling())
     watch(1, replace(batch, response_mask=torch.zeros_like(batch.response_mask)), {"engine_kl_k3": math.nan})
     assert kept(tmp_path / "rollouts") == [], "nobody said anything"
-    with pytest.warns(UserWarning, match="step 1: the KL between engine and trainer is nan nats"):
+    with pytest.warns(UserWarning, match="step 1: .*nan"):
         watch(1, batch, {"engine_kl_k3": math.nan})
     for step, gap in enumerate((1e-3, 1e-3, 1e-3, 4e-3), start=2):
         watch(step, batch, {"engine_kl_k3": gap})

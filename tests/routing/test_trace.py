@@ -189,9 +189,9 @@ def test_micro_batches_join_into_the_whole():
 def test_micro_batches_in_another_order_are_refused():
     rows = random_trace(batch=4, lengths=[5, 3, 2, 5])
     pieces = [rows.rows(slice(2, 4)), rows.rows(slice(0, 2))]
-    with pytest.raises(RoutingError, match="trace 0 is of other tokens: row 0"):
+    with pytest.raises(RoutingError, match="trace 0 .*row 0"):
         RoutingTrace.cat(pieces, rows.tokens, rows.attention_mask)
-    with pytest.raises(RoutingError, match="trace 1 is of other tokens: row 3"):
+    with pytest.raises(RoutingError, match="trace 1 .*row 3"):
         RoutingTrace.cat(
             [pieces[1], pieces[0].rows(slice(None, None))], rows.tokens[[0, 1, 2, 2]], rows.attention_mask[[0, 1, 2, 2]]
         )
@@ -211,7 +211,7 @@ def test_padding_of_a_micro_batch_may_hold_other_tokens():
 
 def test_rows_too_long_or_too_many_are_refused():
     rows = random_trace(batch=4)
-    with pytest.raises(RoutingError, match="trace 0 has 5 columns, but the batch has 4"):
+    with pytest.raises(RoutingError, match="trace 0 .* 5 .* 4"):
         RoutingTrace.cat([rows], rows.tokens[:, :4], rows.attention_mask[:, :4])
     with pytest.raises(RoutingError, match="4 rows, but the batch has 3"):
         RoutingTrace.cat([rows.rows(slice(0, 2)), rows.rows(slice(2, 4))], rows.tokens[:3], rows.attention_mask[:3])
@@ -266,7 +266,7 @@ def test_traces_of_other_tokens_are_not_compared():
     one = replace(trace, tokens=torch.arange(8, dtype=torch.int32).view(2, 4))
     other = one.rows(torch.tensor([1, 0]))
     for compare in (one.agreement, one.same_sets):
-        with pytest.raises(RoutingError, match="row 0, position 0 is token 4 here, and 0 there"):
+        with pytest.raises(RoutingError, match="row 0, position 0 .* 4 .* 0"):
             compare(other)
     padded = replace(other, attention_mask=torch.zeros(2, 4, dtype=torch.bool))
     assert one.same_sets(padded).shape == (2, 4, trace.shape[2]), "padding is no token"

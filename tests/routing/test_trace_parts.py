@@ -143,7 +143,7 @@ def test_what_lies_beside_a_trace_is_held_against_its_sums_and_a_damaged_file_is
     for damaged in (written.replace(torch.tensor(0.123).numpy().tobytes(), bytes(4), 1), written[:-9], b""):
         assert damaged != written
         file.write_bytes(damaged)
-        with pytest.raises(RoutingError, match=f"{file} is not a readable routing trace"):
+        with pytest.raises(RoutingError, match=f"{file} .*readable"):
             RoutingTrace.load_beside(file)
     with pytest.raises(RoutingError, match="no trace file at"):
         RoutingTrace.load_beside(tmp_path / "none")

@@ -242,7 +242,7 @@ def test_a_condition_cannot_name_seeds_that_the_study_does_not_run(seeds):
 
 def test_seeds_of_no_condition_are_refused_and_a_quick_form_runs_every_condition(tmp_path):
     study = with_changes(seeds=(0, 1, 2), conditions={"one": {"seeds": (1,)}, "two": {"seeds": (1, 2)}})
-    with pytest.raises(ConfigError, match=r"no condition of study .* runs any of the seeds \[0\]"):
+    with pytest.raises(ConfigError, match=r"seeds \[0\]"):
         study.runs(tmp_path, seeds=(0,))
     printed.check(dataclasses.replace(study, conditions={"N=2": {"seeds": (1,)}, "N=4": {}}, figures=("against:N",)))
     assert {(p.path.parts[-2], p.config.seed) for p in study.quick_form().runs(tmp_path)} == {("one", 0), ("two", 0)}
@@ -256,7 +256,7 @@ def test_other_arms_leave_conditions_that_are_for_some(tmp_path):
         ("sapo", "all"),
         ("gspo", "one"),
     }
-    with pytest.raises(ConfigError, match="no condition of study .* runs sapo"):
+    with pytest.raises(ConfigError, match="runs sapo"):
         with_changes(conditions={"one": {"arms": ("gspo",)}}).with_arms(["sapo"])
 
 

@@ -88,7 +88,7 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
 
 def test_a_class_that_is_no_task_is_not_even_built(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="'subprocess:Popen' is not a task"):
+    with pytest.raises(ConfigError, match="subprocess:Popen"):
         load_task(Component("subprocess:Popen", args=["touch", "built"]))
     assert not (tmp_path / "built").exists()
 
