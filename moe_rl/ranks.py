@@ -1,8 +1,7 @@
 """Several processes that carry out one run together: who is who, and what rank 0 does for all.
 
-Started by torchrun. Every rank goes through the same program; what draws, samples, rewards or writes happens on rank 0
-and reaches the others through `from_rank_0`. A rank that fails ends the job: torchrun stops the others.
-"""
+Started by torchrun. Every rank goes through the same program; random draws, sampling, rewards and writes happen on rank
+0 and reach the others through `from_rank_0`. A rank that fails ends the job: torchrun stops the others."""
 
 from __future__ import annotations
 

@@ -113,11 +113,11 @@ def read(options: argparse.Namespace) -> int:
         write_rollouts_page(options.run, options.page)
         print(f"{options.page}: open it in any browser")
         return 0
-    found = load_rollouts(options.run, _range(options.step))
+    rows = load_rollouts(options.run, _range(options.step))
     if options.step is None and options.best is options.worst is None:
-        found = found[found["step"] == found["step"].max()]
-    high = ordered(found, options.sort)
-    low = ordered(found, options.sort, ascending=True).head(max(0, options.worst or 0))
+        rows = rows[rows["step"] == rows["step"].max()]
+    high = ordered(rows, options.sort)
+    low = ordered(rows, options.sort, ascending=True).head(max(0, options.worst or 0))
     if options.best is not None or options.worst is not None:
         high = high.head(max(0, options.best or 0))
     console = Console(highlight=False)
@@ -174,12 +174,12 @@ def _submitted(folder: Path, found: Sequence[tuple[Path, dict[str, Any]]]) -> li
         print(f"moe-rl: {harmless(str(error))}. The states of the scheduler are missing.", file=sys.stderr)
         return []
     for path, now in found:
-        if (one := waiting.pop(path.absolute(), None)) and (one.live or now["state"] not in ENDED):
-            now["scheduler"] = f"{one.task} {one.state or 'forgotten'}"
+        if (task := waiting.pop(path.absolute(), None)) and (task.live or now["state"] not in ENDED):
+            now["scheduler"] = f"{task.task} {task.state or 'forgotten'}"
     return [
         (
             path if folder.is_absolute() else Path(os.path.relpath(path)),
-            {**state(path, one.steps), "scheduler": f"{one.task} {one.state or 'forgotten'}"},
+            {**state(path, task.steps), "scheduler": f"{task.task} {task.state or 'forgotten'}"},
         )
-        for path, one in waiting.items()
+        for path, task in waiting.items()
     ]

@@ -84,11 +84,11 @@ def from_rank_0(function: Callable[[], T]) -> T:
     held: list[RoutingTrace] = []
 
     def outlined() -> tuple[Any, RoutingTrace | None]:
-        found: Any = function()
-        if not isinstance(found, Rollouts) or found.rollout_routes is None:
-            return found, None
-        held.append(found.rollout_routes)
-        return replace(found, rollout_routes=None), held[0].each(lambda _, x: x.to("meta"), ROUTED)
+        result: Any = function()
+        if not isinstance(result, Rollouts) or result.rollout_routes is None:
+            return result, None
+        held.append(result.rollout_routes)
+        return replace(result, rollout_routes=None), held[0].each(lambda _, x: x.to("meta"), ROUTED)
 
     batch, outline = ranks.from_rank_0(outlined)
     if outline is None:

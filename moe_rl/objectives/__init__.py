@@ -1,5 +1,5 @@
 """What an arm minimises, made of components: ratio level × clipping rule, aggregation, corrections, terms, advantages;
-and methods by name. Loaded when it is asked for: naming an arm needs no torch."""
+and methods by name. Modules are loaded on first use: naming an arm needs no torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

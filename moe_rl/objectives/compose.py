@@ -65,7 +65,7 @@ class Objective:
         x = CorrectionInputs(**_known_inputs(rows), mask=rows.response_mask)
         mask = self.filter_tokens(x)
         x = dataclasses.replace(x, mask=mask)
-        factors = [compute_factors(one, x) for one in self.corrections if "policy" not in needs_of(one)]
+        factors = [compute_factors(part, x) for part in self.corrections if "policy" not in needs_of(part)]
         importance_weights = functools.reduce(torch.mul, factors) if factors else None
         return MiniBatch(
             **vars(rows) | {"mask": mask, "weights": self.aggregate(mask), "importance_weights": importance_weights}

@@ -476,17 +476,17 @@ def clip_cov(
     if not low < high:
         raise ConfigError(f"clip_cov(low={low:g}, high={high:g}) needs low < high")
     clipped = clip_surrogate(x, x.log_ratio, clip_low, clip_high)
-    batch_statistics = x.batch_statistics
-    if batch_statistics is None:
+    statistics = x.batch_statistics
+    if statistics is None:
         cov = _covariance(x)
         candidates = (x.mask & (clipped.clipped_by == 0) & (cov > low) & (cov < high)).flatten().nonzero()[:, 0]
         which = zlib.crc32(candidates.cpu().numpy().tobytes())
         order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(which ^ seed))
-        batch_statistics = _mark_first(x, candidates[order.to(candidates.device)], share)
-    gone = x.mask & (batch_statistics > 0)
+        statistics = _mark_first(x, candidates[order.to(candidates.device)], share)
+    gone = x.mask & (statistics > 0)
     output = clip_surrogate(replace(x, advantages=x.advantages.masked_fill(gone, 0)), x.log_ratio, clip_low, clip_high)
     side = torch.where(gone, x.advantages, output.clipped_by).sign().to(torch.int8)
-    return replace(output, clipped_by=side, batch_statistics=batch_statistics)
+    return replace(output, clipped_by=side, batch_statistics=statistics)
 
 
 @needs("mini_batch")
@@ -498,12 +498,10 @@ def kl_cov(x: LossInputs, *, share: Share = 2e-4, coef: NotNegative = 0.1) -> Lo
     sign of the penalty's gradient.
     """
     highest = _covariance(x).masked_fill(~x.mask, -torch.inf).flatten().argsort(descending=True, stable=True)
-    batch_statistics = _mark_first(x, highest, share) if x.batch_statistics is None else x.batch_statistics
+    statistics = _mark_first(x, highest, share) if x.batch_statistics is None else x.batch_statistics
     output = surrogate(x, exponential(x, x.log_ratio), x.log_ratio)
-    penalty = torch.where(batch_statistics > 0, x.log_ratio.abs(), 0)
-    return replace(
-        output, loss=output.loss + coef * (x.weights.detach() * penalty).sum(), batch_statistics=batch_statistics
-    )
+    penalty = torch.where(statistics > 0, x.log_ratio.abs(), 0)
+    return replace(output, loss=output.loss + coef * (x.weights.detach() * penalty).sum(), batch_statistics=statistics)
 
 
 @needs("mini_batch")
@@ -528,15 +526,13 @@ def sat(
         raise ConfigError("sat needs rollout_logprobs, the log-probs of the engine")
     gap = torch.where(x.mask, x.log_ratio + x.old_logprobs - x.rollout_logprobs, 0).detach()
     sizes = gap.abs()
-    batch_statistics = x.batch_statistics
-    if batch_statistics is None:
-        batch_statistics = torch.full_like(gap, sizes[x.mask].quantile(quantile).item() if bool(x.mask.any()) else 0.0)
-    hill = torch.where(
-        (sizes > batch_statistics) & (batch_statistics > 0), 1 / (1 + (sizes / batch_statistics) ** exponent), 1
-    )
+    statistics = x.batch_statistics
+    if statistics is None:
+        statistics = torch.full_like(gap, sizes[x.mask].quantile(quantile).item() if bool(x.mask.any()) else 0.0)
+    hill = torch.where((sizes > statistics) & (statistics > 0), 1 / (1 + (sizes / statistics) ** exponent), 1)
     ratio = x.log_ratio if base == "grpo" else sequence_value(x.log_ratio, x.mask)
     low, high = clip_low * torch.where(gap < 0, hill, 1), clip_high * torch.where(gap > 0, hill, 1)
-    return replace(clip_surrogate(x, ratio, low, high), batch_statistics=batch_statistics)
+    return replace(clip_surrogate(x, ratio, low, high), batch_statistics=statistics)
 
 
 @needs("mini_batch", "entropy")
@@ -552,14 +548,12 @@ def high_entropy(
     loss = lookup("loss", Component(base, **(options or {})), LOSSES)
     if needs_of(loss) or x.entropy is None:
         raise ConfigError(f"high_entropy(base={base!r}) needs entropy, and a base that needs log-probs only")
-    entropy, batch_statistics = x.entropy.detach(), x.batch_statistics
-    if batch_statistics is None:
+    entropy, statistics = x.entropy.detach(), x.batch_statistics
+    if statistics is None:
         least = entropy[x.mask].quantile(1 - share) if bool(x.mask.any()) else 0.0
-        batch_statistics = (x.mask & (entropy >= least)).to(entropy.dtype)
-    output = loss(replace(x, weights=x.weights * batch_statistics, batch_statistics=None))
-    return replace(
-        output, clipped_by=torch.where(batch_statistics > 0, output.clipped_by, 0), batch_statistics=batch_statistics
-    )
+        statistics = (x.mask & (entropy >= least)).to(entropy.dtype)
+    output = loss(replace(x, weights=x.weights * statistics, batch_statistics=None))
+    return replace(output, clipped_by=torch.where(statistics > 0, output.clipped_by, 0), batch_statistics=statistics)
 
 
 def _covariance(x: LossInputs) -> PerToken:

@@ -121,10 +121,10 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         tokens[b, :length] = torch.tensor(rollout.prompt.tokens + rollout.tokens)
         attention_mask[b, :length] = True
         response_mask[b, start:length] = not rollout.turns
-        for number, one in enumerate(rollout.turns, start=1):
-            response_mask[b, start + one.start : start + one.end] = True
-            turn[b, start + one.start : start + one.end] = number
-            turn_rewards[b, start + one.end - 1] = one.reward
+        for number, one_turn in enumerate(rollout.turns, start=1):
+            response_mask[b, start + one_turn.start : start + one_turn.end] = True
+            turn[b, start + one_turn.start : start + one_turn.end] = number
+            turn_rewards[b, start + one_turn.end - 1] = one_turn.reward
         logprobs[b, start:length] = rollout.logprobs
         if rollout.sampled_at is not None:
             sampled_at[b, start:length] = rollout.sampled_at

@@ -55,7 +55,7 @@ def code_version(*also: str) -> str:
             tree = ast.parse(file.read_bytes())
             for node in ast.walk(tree):
                 if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    node.body = [one for one in node.body if not _is_text(one)]  # docstrings have no effect
+                    node.body = [part for part in node.body if not _is_text(part)]  # docstrings have no effect
             digest.update(f"{name}\0{ast.dump(tree)}".encode(errors="backslashreplace"))
     try:
         version = importlib.metadata.version("moe_rl")

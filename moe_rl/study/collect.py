@@ -63,7 +63,7 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool
             raise ConfigError(f"--also {pattern}: no column of this study matches. See docs/columns.md.")
     endpoints = (declared["endpoint"], *declared["further_endpoints"], *declared["metrics"])
     drawn = (name.split(":")[2] for name in declared["figures"] if name.count(":") == 2)  # against:FACTOR:METRIC
-    also = [*also, *(f"steps:{one.partition(',')[0]}" for one in (*endpoints, *drawn))]
+    also = [*also, *(f"steps:{name.partition(',')[0]}" for name in (*endpoints, *drawn))]
     tables = {name: _select(name, frames[name], also) for name in pooled()}
     empty = [name for name, table in tables.items() if name != "steps" and not _has_values(name, table)]
     tables = {name: table for name, table in tables.items() if name not in empty}

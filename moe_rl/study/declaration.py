@@ -256,7 +256,7 @@ def _located_task(task: Component) -> Component:
         return Component(f"jsonl:{os.path.abspath(Path(file).expanduser())}", **task.options)
     if kind == "mixture" and isinstance(mixed := task.options.get("tasks"), list | tuple):
         return Component(
-            task.name, **{**task.options, "tasks": tuple(_located_task(Component.of(one)) for one in mixed)}
+            task.name, **{**task.options, "tasks": tuple(_located_task(Component.of(part)) for part in mixed)}
         )
     return task
 

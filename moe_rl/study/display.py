@@ -74,9 +74,9 @@ class Display:
         self.due = ended + min((ended - began) / SHARE, LONGEST)
 
     def _line(self, p: Planned, now: dict[str, Any], text: str) -> None:
-        said, when = self.reported.get(p.path, (None, 0.0))
+        shown, when = self.reported.get(p.path, (None, 0.0))
         due = now["state"] == "running" and time.monotonic() - when > QUIET
-        if now["state"] != "waiting" and (now["state"] != said or due):
+        if now["state"] != "waiting" and (now["state"] != shown or due):
             self.reported[p.path] = (now["state"], time.monotonic())
             say(self.console, f"{_name(p.path)}  {now['step']}/{p.config.steps}  {text}")
 

@@ -194,7 +194,7 @@ def _require_comparable(root: Path, planned: Mapping[Path, Mapping[str, Any]], p
 
     there = [path for path in runs.run_folders(root) if runs.last_step(path) or runs.is_held(path / runs.LOCK)]
     rows = [row(path) for path in dict.fromkeys([*there, *planned] if pooled else planned)]
-    for group in [rows] if pooled else [[one] for one in rows]:
+    for group in [rows] if pooled else [[single] for single in rows]:
         require_comparable(root, pd.DataFrame(group))
 
 

@@ -39,7 +39,7 @@ class MoeLayerReplay(RouterReplay):
         self.preferred: Tensor | None = None
         self.in_order = True
 
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):  # noqa: ANN001, ANN201
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """(scores at the used ids, ids), as Megatron asks for them."""
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
             choice = in_best_groups(scores.detach(), num_groups, group_topk) if group_topk else scores.detach()
