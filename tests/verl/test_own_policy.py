@@ -131,6 +131,8 @@ def as_verl_trains(made, data):
 def as_we_train(model, data, source, routes=None):
     """The same by our policy; under the given `routes` instead of those that the source finds."""
     policy = HFPolicy(model, Optimizer(eps=EPS, grad_clip=CLIP, **OPTIMIZER), micro_batch=3)
+    for group in policy.optimizer.param_groups:  # verl's norms and biases decay, too
+        group["weight_decay"] = OPTIMIZER["weight_decay"]
     whole, before, seen = own_batch(data, layout_of(model)), weights_of(model), watched(model, policy.optimizer)
     routes = routes or SOURCES[source](whole, policy.score(whole))
     whole = replace(whole, routes=routes, old_logprobs=policy.score(whole, routes).logprobs)

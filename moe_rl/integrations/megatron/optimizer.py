@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from torch import nn
 
 from moe_rl.config import Optimizer
@@ -32,7 +38,9 @@ def build_optimizer(module: nn.Module, settings: Optimizer, dtype: torch.dtype) 
         use_distributed_optimizer=False,
     )
     routers = {ParamKey(name="*.router.weight"): {"lr_mult": settings.router_lr_scale}}
-    optimizer = get_megatron_optimizer(config, [module], config_overrides=routers)
+    optimizer = get_megatron_optimizer(
+        config, [module], config_overrides=get_standard_config_overrides(config) | routers
+    )  # the standard ones: no decay of norms and biases
     for inner in inner_optimizers(optimizer):
         if type(inner) not in (torch.optim.AdamW, torch.optim.SGD):
             raise ConfigError(

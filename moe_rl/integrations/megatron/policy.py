@@ -143,6 +143,7 @@ class MegatronPolicy:
             optimizer.prepare_grads()
         for group in optimizer.param_groups:
             group["lr"] = settings.lr_at(self.updates + 1) * group["lr_mult"]
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron's own scheduler does it
         optimizer.step_with_ready_grads()
         self.updates += 1
         if settings.loss_free_bias:

@@ -34,6 +34,7 @@ CAUTION = (
     "verl and our trainer use the same prompts, but other mini-batches and another order of samples. With one seed "
     "their values differ."
 )
+DECAY = "verl's weight decay acts on norms and biases, too. Our own policies leave them out."
 ROUNDED = (
     "model.dtype=bfloat16: verl's AdamW then trains bfloat16 weights, which round most small steps away. For float32 "
     "weights, use model.dtype=float32 with policy=fsdp(compute_dtype=bfloat16) and engine=vllm(dtype=bfloat16)."
@@ -46,7 +47,7 @@ def check(run: RunConfig, *, settings: Sequence[str] = ()) -> list[str]:
         raise ConfigError("--trainer verl does not work under torchrun. Set verl.trainer.n_gpus_per_node instead.")
     check_settings(run)
     overrides_of(run, Path(), settings)
-    return [CAUTION, ROUNDED] if run.model.dtype == "bfloat16" else [CAUTION]
+    return [CAUTION, *[ROUNDED] * (run.model.dtype == "bfloat16"), *[DECAY] * bool(run.optimizer.weight_decay)]
 
 
 def command(run: RunConfig, folder: Path, *, settings: Sequence[str] = ()) -> str:
