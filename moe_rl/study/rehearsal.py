@@ -18,6 +18,7 @@ from moe_rl.build import build
 from moe_rl.config import Measure, ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, Diverged, MoeRlError
 from moe_rl.models.load import PRESETS, hf_config, is_missing, load_tokenizer, skeleton
+from moe_rl.models.memory import describe
 from moe_rl.models.supervised import CHUNK
 from moe_rl.models.tokens import byte_tokenizer, completion_tokens, demonstrated, encode_prompts
 from moe_rl.registry import Component
@@ -58,6 +59,8 @@ def preview(run: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
     lines = [("task", f"{run.task}"), ("prompts", f"{split}")]
     lines.append(("prompt", f"{tokenizer.decode(list(first.tokens))[-160:]!r}, {len(first.tokens)} tokens"))
     lines.append(("answer", "none, so the task cannot have a supervised warm-up" if answer is None else repr(answer)))
+    if run.model.device.startswith("cuda"):
+        lines += describe(run, max(len(p.tokens) for p in asked) + run.max_new_tokens, ranks.planned())
     cautions = []
     needed = [  # of an answer, its end included, and what was said before it
         len(p.tokens) - len(q.tokens) + len(completion_tokens(p.answer, tokenizer))

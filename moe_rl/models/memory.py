@@ -1,0 +1,159 @@
+"""What a run needs on a GPU, by arithmetic: bytes of each phase, and operations of a step. No weights are made.
+
+Activations are about ±20 % right: see tests/benchmarks/README.md for the measured numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_rl.config import RunConfig
+from moe_rl.models.load import skeleton
+from moe_rl.models.vocabulary import LOGITS
+from moe_rl.registry import Component
+from moe_rl.routing.moe_layers import layout_of
+
+WORKSPACE = 2 * 10**9
+"""Bytes of the CUDA context, of workspaces and of what is lost between tensors, about."""
+ATTENTION, PAIR_HIDDEN, PAIR_INNER = 14, 3, 4
+"""Numbers that the backward needs: of a token and layer, in units of the hidden size; of each routed pair, in units of
+the hidden size and of the expert's inner size. Counted on Qwen3-30B-A3B: 217 kB a token and layer in bfloat16."""
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+PEAK, SHARE = 989e12, 0.35
+"""Dense bfloat16 operations a second of an H100 or H200, and the share of it that an update reaches, assumed."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a model decides memory and operations."""
+
+    parameters: int
+    largest: int
+    """Parameters of the largest decoder layer, or of the embedding."""
+    active: int
+    """Parameters in products with one token."""
+    layers: int
+    routed: int
+    """Σ k over MoE layers."""
+    hidden: int
+    inner: int
+    """Inner size of an expert."""
+    vocabulary: int
+    heads_width: int
+    """Query heads × head size."""
+    cached: int
+    """Numbers per token and layer in the KV cache."""
+
+
+def measure_sizes(model: Any) -> Sizes:
+    """The sizes of a model, which may be on the meta device."""
+    text: Any = model.config.get_text_config()
+    layout = layout_of(model)
+    experts = [layer for layer in layout.moe_layers if layer.num_experts]
+    by_layer: dict[int, int] = {}
+    routed_parameters, embedding = 0, model.get_input_embeddings().weight
+    inactive = 0.0 if text.tie_word_embeddings else float(embedding.numel())
+    shares = {layer.decoder_layer: 1 - layer.top_k / layer.num_experts for layer in experts}
+    for name, p in model.named_parameters():
+        words = name.split(".")
+        number = next((int(word) for word in words if word.isdigit()), -1)
+        by_layer[number] = by_layer.get(number, 0) + p.numel()
+        if "experts" in words and number in shares:
+            inactive += p.numel() * shares[number]
+            routed_parameters += p.numel()
+    total = sum(p.numel() for p in model.parameters())
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    of_all = sum(layer.num_experts for layer in experts)
+    return Sizes(
+        parameters=total,
+        largest=max(embedding.numel(), *(n for layer, n in by_layer.items() if layer >= 0)),
+        active=int(total - inactive),
+        layers=text.num_hidden_layers,
+        routed=sum(layer.top_k for layer in experts),
+        hidden=text.hidden_size,
+        inner=round(routed_parameters / max(1, of_all) / (3 * text.hidden_size)),
+        vocabulary=text.vocab_size,
+        heads_width=heads * width,
+        cached=2 * (getattr(text, "num_key_value_heads", None) or heads) * width,
+    )
+
+
+def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> dict[str, Mapping[str, float]]:
+    """Phase → term → bytes per GPU, of rows of `time` tokens. With FSDP2 over `ranks` GPUs."""
+    policy = Component.read(run.policy)
+    width = WIDTHS[policy.options.get("compute_dtype", run.model.dtype)]
+    tokens = run.micro_batch_tokens or run.micro_batch * time
+    scored = run.micro_batch_tokens or 4 * run.micro_batch * time
+    by_layer = ATTENTION * sizes.hidden * width
+    pairs = (PAIR_HIDDEN * sizes.hidden + PAIR_INNER * sizes.inner) * width
+    whole = sizes.layers * by_layer + sizes.routed * pairs
+    one = whole / sizes.layers
+    states, gradients = _states(policy, run.model.dtype)
+    gathered = 2 * sizes.largest * width if policy.name == "fsdp" else 0
+    held = states * sizes.parameters / ranks + gathered
+    kept = sizes.layers * sizes.hidden * width + one if run.activation_checkpointing else whole
+    engine = Component.read(run.engine)
+    rows = min(int(engine.options.get("max_rows", 512)), run.prompts_per_step * run.group_size)
+
+    def head(count: int) -> float:
+        return 16.0 * min(count * sizes.vocabulary, LOGITS)
+
+    phases = {
+        "update": {
+            "weights, gradients, optimizer": held + gradients * sizes.parameters / ranks,
+            "activations": float(tokens * kept),
+            "head": head(tokens),
+            "routing": float(tokens * sizes.routed * 10),
+        },
+        "score": {
+            "weights, optimizer": held,
+            "activations": float(scored * one),
+            "head": head(scored),
+            "routing": float(scored * sizes.routed * 10),
+        },
+    }
+    if engine.name == "hf":
+        phases["rollout"] = {
+            "weights, optimizer": held,
+            "KV cache": float(rows * time * sizes.layers * sizes.cached * width),
+            "logits": float(rows * sizes.vocabulary * 20),
+            "routing": float(rows * time * sizes.routed * 10),
+        }
+    return {phase: {**terms, "context": float(WORKSPACE)} for phase, terms in phases.items()}
+
+
+def _states(policy: Component, dtype: str) -> tuple[int, int]:
+    """Bytes a parameter of weights, masters and moments, and of gradients."""
+    if dtype == "float32":
+        return 12, 4
+    if policy.name == "fsdp":
+        return 12, 4  # its shards are the masters
+    return (14, 4) if policy.options.get("master_weights", True) else (6, 2)
+
+
+def count_operations(run: RunConfig, sizes: Sizes, time: int) -> dict[str, float]:
+    """Floating-point operations of a step's update and score. Forward and backward are six a parameter and token, with
+    activation checkpointing eight; attention is counted without its causal half (as torchtitan does)."""
+    tokens = run.prompts_per_step * run.group_size * time
+    forward = 2 * sizes.active + 4 * sizes.layers * sizes.heads_width * time
+    return {
+        "update": float(tokens * forward * (4 if run.activation_checkpointing else 3) * run.epochs),
+        "score": float(tokens * forward),
+    }
+
+
+def describe(run: RunConfig, time: int, ranks: int = 1) -> list[tuple[str, str]]:
+    """Lines of a name and a text for a dry run on a GPU: the memory of each phase, and seconds of a step."""
+    sizes = measure_sizes(skeleton(run.model.replace(device="cpu")))
+    lines = []
+    for phase, terms in estimate_memory(run, sizes, time, ranks).items():
+        parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in terms.items())
+        largest = max(terms, key=lambda name: terms[name])
+        lines.append(("memory", f"{phase}: {sum(terms.values()) / 1e9:.3g} GB per GPU ({parts}); largest: {largest}"))
+    seconds = {phase: count / PEAK / SHARE / ranks for phase, count in count_operations(run, sizes, time).items()}
+    text = ", ".join(f"{phase} {value:.2g} s" for phase, value in seconds.items())
+    assumed = f"{SHARE:.0%} of {PEAK / 1e12:.0f} TFLOP/s (H100), {time} tokens a row, rollouts not counted"
+    return [*lines, ("step", f"{text}, assuming {assumed}")]

@@ -1,0 +1,104 @@
+"""The arithmetic of memory and operations, beside counts, and beside what a card measured."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
+
+from moe_rl.config import Arm, ModelConfig, RunConfig
+from moe_rl.models.memory import count_operations, describe, estimate_memory, measure_sizes
+from tests.conftest import build
+
+RUN = RunConfig(
+    arm=Arm(name="grpo"),
+    task="running_sums",
+    steps=1,
+    model=ModelConfig(device="cuda", dtype="bfloat16"),
+    prompts_per_step=8,
+    group_size=8,
+    micro_batch_tokens=8192,
+)
+
+
+def sizes_of(config):
+    with torch.device("meta"):
+        return measure_sizes(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def olmoe():
+    """OLMoE-1B-7B."""
+    return sizes_of(OlmoeConfig(intermediate_size=1024))
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    """Qwen3-30B-A3B."""
+    return sizes_of(
+        Qwen3MoeConfig(
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            vocab_size=151936,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "checkpointing, tokens, gigabytes", [(True, 8192, 58.5), (True, 32768, 64.6), (False, 8192, 83.8)]
+)
+def test_an_update_needs_what_a_card_measured(olmoe, checkpointing, tokens, gigabytes):
+    """OLMoE-1B-7B on an H200, 64 rows of 512 tokens, AdamW in bfloat16; the allocator does not count the context."""
+    run = RUN.replace(
+        policy="hf(master_weights=False)", activation_checkpointing=checkpointing, micro_batch_tokens=tokens
+    )
+    terms = estimate_memory(run, olmoe, 512)["update"]
+    assert (sum(terms.values()) - terms["context"]) / 1e9 == pytest.approx(gigabytes, rel=0.03)
+
+
+def test_sizes_are_those_of_the_published_models(olmoe, qwen):
+    assert (olmoe.parameters, qwen.parameters) == (6_919_161_856, 30_532_122_624)
+    assert (olmoe.inner, qwen.inner, qwen.heads_width, qwen.cached) == (1024, 768, 4096, 2 * 4 * 128)
+    assert qwen.active == pytest.approx(3.0e9, rel=0.02)
+    assert olmoe.active == pytest.approx(1.28e9 - 50304 * 2048, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "policy, dtype, ranks, bytes_each",
+    [
+        ("hf", "float32", 1, 16),
+        ("hf", "bfloat16", 1, 18),
+        ("hf(master_weights=False)", "bfloat16", 1, 8),
+        ("fsdp(compute_dtype=bfloat16)", "float32", 8, 2),
+    ],
+)
+def test_bytes_a_parameter(qwen, policy, dtype, ranks, bytes_each):
+    terms = estimate_memory(RUN.replace(policy=policy, **{"model.dtype": dtype}), qwen, 512, ranks)["update"]
+    gathered = 2 * qwen.largest * 2 if policy.startswith("fsdp") else 0
+    assert terms["weights, gradients, optimizer"] == bytes_each * qwen.parameters + gathered
+
+
+def test_operations_by_hand(qwen):
+    """Six a parameter and token, and attention: 3.04 B parameters are 18.3, attention over 4,096 tokens 9.7 GFLOP."""
+    run = RUN.replace(prompts_per_step=1, group_size=1, mini_batches=1)
+    per_token = count_operations(run, qwen, 4096)["update"] / 4096
+    assert per_token == pytest.approx(18.25e9 + 9.66e9, rel=0.01)
+    again = count_operations(run.replace(activation_checkpointing=True), qwen, 4096)["update"]
+    assert again / 4096 == pytest.approx(per_token * 8 / 6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "llama4"])
+def test_active_parameters_are_those_that_are_not_experts_and_k_of_every_expert(family):
+    model = build(family)
+    sizes = measure_sizes(model)
+    assert sizes.parameters == sum(p.numel() for p in model.parameters())
+    assert 0 < sizes.active < sizes.parameters and sizes.inner > 0 and sizes.routed > 0
+
+
+def test_a_dry_run_names_the_largest_term():
+    lines = dict(reversed(describe(RUN, 26)))
+    assert lines["memory"].startswith("update") and "largest: context" in lines["memory"] and "H100" in lines["step"]
