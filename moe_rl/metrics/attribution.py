@@ -23,7 +23,7 @@ NO_VARIANCE = 1e-12
 class AttributionSums:
     """Sums over tokens, in float64. Adding two pools their tokens; none is `AttributionSums()`."""
 
-    n: int = 0
+    n: float = 0
     """Tokens."""
     d: float = 0.0
     """Σ D, in nats, as `r`."""

@@ -465,7 +465,7 @@ def memory() -> dict:
         lambda: (
             from_rank_0(
                 lambda: replace(
-                    make_batch(1, 1), rollout_routes=RoutingTrace.from_ids(everything.contiguous(), layout, check=False)
+                    batch, rollout_routes=RoutingTrace.from_ids(everything.contiguous(), layout, check=False)
                 )
             ).rollout_routes
         )

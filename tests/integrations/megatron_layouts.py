@@ -128,7 +128,7 @@ def wide():
     shape = 64, 2048
     mask = torch.ones(shape, dtype=torch.bool)
     mask[5, 1000:] = False
-    per_token = {name: torch.zeros(shape) for name in ("rollout_logprobs", "advantages")}
+    per_token = {name: torch.zeros(shape) for name in ("rollout_logprobs", "old_logprobs", "advantages")}
     batch = replace(
         make_batch(1, 1),
         tokens=torch.zeros(shape, dtype=torch.long),
