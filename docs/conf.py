@@ -1,4 +1,4 @@
-"""The MoE layer of `make docs`: README, these pages, the studies' pages, and a page for each module from its
+"""The site of `make docs`: README, these pages, the studies' pages, and a page for each module from its
 docstrings."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTENTS = {
         "CHANGELOG",
         "CONTRIBUTING",
     ],
-    "studies/README": ["report", "*/README"],
+    "studies/README": ["report", "*/README", "*/*/README"],
     "studies/archive/README": ["*"],
     "CONTRIBUTING": ["tests/benchmarks/README", "tests/tasks/matching"],
 }
