@@ -185,7 +185,13 @@ def other_gates(engine: Engine, model: Any) -> None:
         if hasattr(r, "norm_topk_prob"):
             r.norm_topk_prob = not r.norm_topk_prob
         else:
-            r.register_forward_hook(lambda m, i, o: (o[0], o[0].softmax(-1).gather(1, o[2]), o[2]))
+            r.forward = partial(raw, r.forward)
+
+
+def raw(forward: Callable[..., Any], hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a router returns, with raw combine weights. A recording does not see what a forward hook changes."""
+    logits, _, ids = forward(hidden)
+    return logits, logits.softmax(-1).gather(1, ids), ids
 
 
 def name_of_gates(engine: Engine) -> str:
