@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_rl.analysis.diagnose.causes import CAUSES, describe, list_remedies
-from moe_rl.analysis.diagnose.decide import Evidence, Fit, brings_nearer, compute_left, decide
+from moe_rl.analysis.diagnose.decide import Evidence, Fit, beats, brings_nearer, compute_left, decide
 
 OWNER = np.repeat(np.arange(10), 10)
 ROUNDING = 0.01
@@ -87,6 +87,29 @@ def test_below_rounding_a_fault_is_everywhere(at, kind):
     assert decide(evidence(fit(0.5, at=at), fit(0.0, "router_int8"))).kind == kind
 
 
+@pytest.mark.parametrize(("places", "fault_named"), [(1, False), (3, True)])
+@pytest.mark.parametrize("dtype", [0.05, 1.0])
+def test_a_fault_beats_a_dtype_in_more_than_a_tenth_of_the_responses(dtype, places, fault_named):
+    """Routers in another precision undo ties, and change nothing else: at five tokens of one response of ten, or of
+    three."""
+    ties = (places > OWNER) & (np.arange(100) % 10 > 4)
+    alone, fault = fit(dtype, "dtype"), fit(dtype, "router_int8", "dtype")
+    alone = replace(alone, log_ratio=np.where(ties, 0.1, alone.log_ratio))
+    assert fault.distance < 0.8 * alone.distance, "of all tokens"
+    decision = decide(evidence(fit(2.0), alone, fault))
+    assert any(x.fault for x in decision.best) is fault_named
+
+
+def test_a_lead_is_counted_without_the_responses_of_the_largest_gain():
+    base, one, noise = fit(1.0), replace(fit(1.0), log_ratio=np.where(OWNER == 0, 0.0, fit(1.0).log_ratio)), 1e-9
+    assert not beats(one, base, noise)
+    assert beats(fit(0.79, at=OWNER > 0), base, noise) and not beats(fit(0.81, at=OWNER > 0), base, noise)
+    assert not beats(fit(0.1), base, 1.0), "below the noise none leads"
+    alone = [replace(x, owner=np.zeros(100, int)) for x in (base, one, fit(0.79))]
+    assert not beats(alone[1], alone[0], noise), "ten tokens of a hundred, of one response"
+    assert beats(alone[2], alone[0], noise)
+
+
 @pytest.mark.parametrize("engine", [None, "float32"])
 def test_a_near_tie_of_an_honest_engine_is_no_fault(engine):
     """One token of a hundred: whatever happens to undo it is no cause, nor is its dtype."""
@@ -110,6 +133,14 @@ def test_a_near_tie_of_an_honest_engine_is_no_fault(engine):
 )
 def test_rounding_needs_no_evidence_up_to_its_size(dtype, engine, base, kind):
     assert decide(evidence(fit(base), trainer_dtype=dtype, engine_dtype=engine)).kind == kind
+
+
+@pytest.mark.parametrize(("at", "kind"), [(OWNER == 0, "rounding"), (np.arange(100) % 10 == 0, "unexplained")])
+def test_rounding_is_granted_what_responses_differ(at, kind):
+    """Ten tokens have a gap of 5 times rounding: those of one response, or one of each."""
+    gap = replace(fit(1.1), log_ratio=np.where(at, 0.05, 0.011))
+    assert gap.distance == pytest.approx(1.49 * ROUNDING), "4 / √100 allows 1.4"
+    assert decide(evidence(gap)).kind == kind
 
 
 def test_rounding_has_the_size_of_rounding_in_kl_too():

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import scipy
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 from numpy.typing import NDArray
 
 from moe_rl.analysis.diagnose.causes import CAUSES
@@ -28,6 +28,8 @@ EVIDENT = 0.7
 """Share of the mean |log r| that the engine's dtype leaves where rounding is evident, at most."""
 NEARER, CHANCE = 0.2, 1e-3
 """Tokens that come nearer, less those that go away, as a share; and the chance of that by accident."""
+SOME = 0.1
+"""Share of responses, one at least, that a fault may not owe its lead over a dtype to."""
 ALIKE = 4
 """Responses at least, where all have the same share."""
 KLS = 2.0
@@ -85,10 +87,10 @@ class Fit:
         return interval(self.kl)
 
     @property
-    def trimmed(self) -> float:
-        """KL of the tokens without the largest."""
-        count = len(self.kls)
-        return float(np.sort(self.kls)[: max(1, count - math.ceil(TIES * count))].mean())
+    def usual(self) -> Bool[NDArray, " token"]:
+        """Tokens without those of the largest |log r|."""
+        count = len(self.size)
+        return np.argsort(np.argsort(self.size)) < max(1, count - math.ceil(TIES * count))
 
     @property
     def fault(self) -> bool:
@@ -156,32 +158,31 @@ def in_any_dtype(fit: Fit, tried: Sequence[Fit]) -> Iterator[Fit]:
 
 
 def explains(fit: Fit, evidence: Evidence) -> bool:
-    """Whether a fit leaves little of the gap, with and without the token of the largest gap. A fault leaves no more
-    than rounding, and less than any dtype. Of a gap below rounding, it also brings most tokens of most responses
-    nearer; so it does, and leaves no more than rounding, where it hides within rounding."""
-    base, measure = evidence.base, evidence.measure
+    """Whether a fit leaves little of the gap, with and without the token of the largest gap. A fault beats the base and
+    every dtype; it may leave more of the gap then, but no more than rounding."""
+    base = evidence.base
     rest = np.arange(len(base.size)) != np.argmax(base.size)
     noise = math.sqrt(2 * evidence.noise)
-    much = (
+    little = (
         compute_left(fit, base)[2] <= EXPLAINED
         and fit.size[rest].mean() <= max(EXPLAINED * base.size[rest].mean(), noise)
         and fit.distance <= max(REMAINS * evidence.rounding.distance, PART * base.distance, noise)
     )
     if not fit.fault:
-        return bool(much)
-    rivals = [base, *evidence.dtypes]
-    if APART * measure(fit) > min(map(measure, rivals)):
-        return False
-    if much and (not is_below(evidence) or brings_nearer(fit, base, noise)):
-        return True
+        return bool(little)
     as_rounding = fit.distance <= APART * evidence.rounding.distance
-    return as_rounding and all(brings_nearer(fit, rival, noise) for rival in rivals)
+    return bool(little or as_rounding) and all(beats(fit, other, noise) for other in (base, *evidence.dtypes))
 
 
-def is_below(evidence: Evidence) -> bool:
-    """Whether the gap is smaller than the rounding."""
-    base, rounding = evidence.base, evidence.rounding
-    return base.mean <= rounding.mean and base.distance <= rounding.distance
+def beats(fit: Fit, other: Fit, noise: float) -> bool:
+    """Whether a fit leaves less than another one, by APART, without the tenth of the responses, one at least, in which
+    it gains most: a tie between experts moves one token and those after it, and any fit may undo it. Tokens stand in
+    for responses where there is one response."""
+    a, b = (np.maximum(x.size, noise) for x in (fit, other))
+    if np.ptp(fit.owner):
+        a, b = average(a, fit.owner), average(b, fit.owner)
+    rest = np.argsort(b - a)[: len(a) - math.ceil(SOME * len(a))]
+    return bool(APART * a[rest].sum() <= b[rest].sum())
 
 
 def brings_nearer(fit: Fit, other: Fit, noise: float) -> bool:
@@ -206,17 +207,26 @@ def is_evident(evidence: Evidence) -> bool:
 
 def is_rounding(evidence: Evidence, evident: bool) -> bool:
     """Whether the gap is no larger than rounding makes it, in KL and in mean |log r|, and the engine's dtype may be
-    another one, or few responses have a gap: ties between experts. Of n tokens 4/√n is granted. Two sides in 16 bits
-    have rounding e and e′: E|e − e′| ≤ 2 E|e|."""
+    another one, or few responses have a gap: ties between experts. Two sides in 16 bits have rounding e and e′:
+    E|e − e′| ≤ 2 E|e|."""
     base, rounding, own = evidence.base, evidence.rounding, evidence.trainer_dtype
-    error = 4 / math.sqrt(len(base.size))
     known = (None, "bfloat16") if own == "float32" else (None, own, "float32")
     times = 1.0 if own == "float32" else 2.0
-    if base.trimmed > KLS * times * (1 + 2 * error) * rounding.trimmed:
+    if exceeds(base.kls * base.usual, KLS * times * rounding.kls * rounding.usual, base.owner, 8):
         return False
-    within = base.distance <= times * (1 + error) * rounding.distance
+    within = not exceeds(base.size * base.usual, times * rounding.size * rounding.usual, base.owner, 4)
     tied = (base.kl > evidence.noise).mean() <= 0.25
     return bool(evident or (within and (evidence.engine_dtype in known or tied)))
+
+
+def exceeds(values: NDArray, others: NDArray, owner: NDArray, granted: float) -> bool:
+    """Whether the mean of one value of tokens is above that of another one, by more than 1.64 standard errors of
+    responses or of tokens, and more than `granted` / √n of the other, for n tokens that are too few to show theirs."""
+    more = average(values - others, owner)
+    of_tokens = (values - others - more.mean()) / np.bincount(owner)[owner]
+    error = 1.64 * math.sqrt(max(np.sum((more - more.mean()) ** 2), np.sum(of_tokens**2)))
+    least = granted / math.sqrt(len(owner)) * average(others, owner).sum()
+    return bool(more.sum() > max(error, least))
 
 
 def compute_left(fit: Fit, base: Fit) -> tuple[float, float, float]:
