@@ -103,11 +103,20 @@ def test_a_fault_beats_a_dtype_in_more_than_a_tenth_of_the_responses(dtype, plac
 def test_a_lead_is_counted_without_the_responses_of_the_largest_gain():
     base, one, noise = fit(1.0), replace(fit(1.0), log_ratio=np.where(OWNER == 0, 0.0, fit(1.0).log_ratio)), 1e-9
     assert not beats(one, base, noise)
-    assert beats(fit(0.79, at=OWNER > 0), base, noise) and not beats(fit(0.81, at=OWNER > 0), base, noise)
+    assert beats(fit(0.79), base, noise) and not beats(fit(0.81), base, noise)
     assert not beats(fit(0.1), base, 1.0), "below the noise none leads"
     alone = [replace(x, owner=np.zeros(100, int)) for x in (base, one, fit(0.79))]
     assert not beats(alone[1], alone[0], noise), "ten tokens of a hundred, of one response"
     assert beats(alone[2], alone[0], noise)
+
+
+def test_a_lead_that_may_be_chance_is_none():
+    """Ties that a fit undoes in three responses of ten, or in nine."""
+    for places, named in ((3, False), (9, True)):
+        tied = replace(fit(1.0), log_ratio=np.where((places > OWNER) & (np.arange(100) % 10 == 0), 0.2, 0.01))
+        left = compute_left(fit(1.0), tied)
+        assert left[0] < 0.8 and (left[2] <= 0.8) is named
+        assert beats(fit(1.0), tied, 1e-9) is named
 
 
 @pytest.mark.parametrize("engine", [None, "float32"])

@@ -33,9 +33,9 @@ SOME = 0.1
 ALIKE = 4
 """Responses at least, where all have the same share."""
 KLS = 2.0
-"""Times the KL of rounding that a gap of rounding has at most."""
+"""Times the KL of rounding that a gap of rounding has at most; its mean |log r| has once that of rounding."""
 TIES = 0.02
-"""Share of tokens, one at least, that are left out of this KL: a tie between experts makes one token's KL large."""
+"""Share of tokens, one at least, left out of both means: a tie between experts makes one token's |log r| large."""
 TOKENS = 8
 """Fewer tokens of the engine name nothing: one of many hypotheses fits a few numbers by accident."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -175,14 +175,14 @@ def explains(fit: Fit, evidence: Evidence) -> bool:
 
 
 def beats(fit: Fit, other: Fit, noise: float) -> bool:
-    """Whether a fit leaves less than another one, by APART, without the tenth of the responses, one at least, in which
-    it gains most: a tie between experts moves one token and those after it, and any fit may undo it. Tokens stand in
-    for responses where there is one response."""
+    """Whether a fit leaves less than another one by APART, at the upper end of the interval, and also without the tenth
+    of the responses, one at least, in which it gains most: a tie between experts moves one token and those after it,
+    and any fit may undo it. Tokens stand in for responses where there is one response."""
     a, b = (np.maximum(x.size, noise) for x in (fit, other))
     if np.ptp(fit.owner):
         a, b = average(a, fit.owner), average(b, fit.owner)
     rest = np.argsort(b - a)[: len(a) - math.ceil(SOME * len(a))]
-    return bool(APART * a[rest].sum() <= b[rest].sum())
+    return bool(APART * a[rest].sum() <= b[rest].sum() and APART * compute_left(fit, other)[2] <= 1)
 
 
 def brings_nearer(fit: Fit, other: Fit, noise: float) -> bool:
