@@ -420,8 +420,9 @@ def one_slot(engine: Engine, ids: np.ndarray, i: int) -> np.ndarray:
     """The last expert of every fourth row is another one."""
     n = engine.routers(engine.model)[0].weight.shape[0]
     ids[i % 4 :: 4, engine.moe, -1] = (ids[i % 4 :: 4, engine.moe].max(-1) + 1) % n
-    same = ids[..., -1:] == ids[..., :-1]
-    ids[..., -1] = np.where(same.any(-1), (ids[..., -1] + 1) % n, ids[..., -1])
+    for _ in range(ids.shape[-1]):  # until it is none of the others
+        same = ids[..., -1:] == ids[..., :-1]
+        ids[..., -1] = np.where(same.any(-1), (ids[..., -1] + 1) % n, ids[..., -1])
     return ids
 
 
