@@ -32,7 +32,7 @@ from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import NOISE
 from moe_rl.tasks.base import AnyTask, votes_of
-from moe_rl.tasks.environments import compute_reward, sample_rollouts
+from moe_rl.tasks.environments import compute_rewards, sample_rollouts
 from moe_rl.types import (
     Batch,
     MiniBatch,
@@ -459,14 +459,16 @@ def evaluate(
         count = 1 if is_greedy else samples
         how = replace(sampling, greedy=is_greedy, keep_mask=False)
         rollouts = sample_rollouts(engine.generate, task, prompts, count, key=key, sampling=how)
+        rewards = compute_rewards(task, rollouts)
         for i, prompt in enumerate(prompts):
             here = slice(i * count, (i + 1) * count)
             votes = [None] if is_greedy else votes_of(task, prompt, [answer_of(r) for r in rollouts[here]])
-            for n, (rollout, vote) in enumerate(zip(rollouts[here], votes, strict=True)):
+            for n, (rollout, reward, vote) in enumerate(zip(rollouts[here], rewards[here], votes, strict=True)):
                 row = {
                     "problem": first + i,
                     "sample": GREEDY if is_greedy else 1 + n,
-                    "reward": compute_reward(task, rollout),
+                    "reward": float(reward),
+                    **getattr(reward, "parts", {}),
                     "response_tokens": float(rollout.own_tokens),
                     "truncated": float(not rollout.finished),
                     "vote": None if vote is None else 1 + vote,

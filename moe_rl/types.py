@@ -41,6 +41,8 @@ class Prompt:
     """The dataset's own record, for its own scorer."""
     tokens: tuple[int, ...] = ()
     """Token ids of the prompt as the model reads it; empty until a tokenizer has encoded it."""
+    chat: bool = False
+    """Whether these are by a chat template, so that the text is the user's message."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not isinstance(self.answer, str | None):

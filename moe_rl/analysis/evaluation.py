@@ -274,7 +274,7 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             for sample in json.loads(line)["samples"]:
-                yield {key: sample[key] for key in COLUMNS}
+                yield {key: value for key, value in sample.items() if key in COLUMNS or key.startswith("reward_")}
 
 
 # ---------------------------------------------------------------------- small parts

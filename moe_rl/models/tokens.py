@@ -51,7 +51,8 @@ def byte_tokenizer(vocab_size: int = 258) -> PreTrainedTokenizerBase:
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """The prompts with `tokens` filled in: as one user turn where the tokenizer has a chat template, else as plain text
     with the special tokens that the tokenizer puts in front."""
-    return [dataclasses.replace(p, tokens=tuple(_encode(p.text, tokenizer))) for p in prompts]
+    chat = bool(tokenizer.chat_template)
+    return [dataclasses.replace(p, tokens=tuple(_encode(p.text, tokenizer)), chat=chat) for p in prompts]
 
 
 def plain_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -26,7 +26,8 @@ from moe_rl.routing.moe_layers import Layout, MoeLayer
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import LAG, NOISE, PROMPTS, derive
 from moe_rl.tasks.base import EQUAL, AnyTask, Environment, draw, load_task
-from moe_rl.tasks.environments import compute_reward, sample_rollouts
+from moe_rl.tasks.environments import compute_rewards, sample_rollouts
+from moe_rl.tasks.rewards import columns_of
 from moe_rl.types import KeptTokens, Prompt, Rollout, Rollouts, Turn
 
 FILE = "batches.pt"
@@ -90,7 +91,7 @@ class Collector:
 
     def rewards(self, rollouts: list[Rollout]) -> list[float]:
         """The reward of every completion."""
-        return [compute_reward(self.task, rollout) for rollout in rollouts]
+        return compute_rewards(self.task, rollouts)
 
     def batch(self, rollouts: list[Rollout], rewards: list[float]) -> Rollouts:
         """Padded, groups of `group_size` after each other."""
@@ -250,7 +251,7 @@ class Queue:
                 rewards, row = collector.rewards(rollouts), Row()
                 if self.refills:
                     rollouts, rewards, row = self._exchange(collector, number, step, rollouts, rewards)
-                self.ready[number] = collector.batch(rollouts, rewards), row
+                self.ready[number] = collector.batch(rollouts, rewards), row | columns_of(rewards)
             else:
                 self.begun[number] = rollouts
         batch, self.row = self.ready.pop(step)

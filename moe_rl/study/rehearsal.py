@@ -26,7 +26,7 @@ from moe_rl.routing.moe_layers import layout_of
 from moe_rl.seeds import PROMPTS, derive
 from moe_rl.storage.commits import check_rows
 from moe_rl.study.declaration import Planned
-from moe_rl.tasks.base import Environment, checked_reward, draw, held_out, load_task, split_of
+from moe_rl.tasks.base import Environment, draw, held_out, load_task, rewards_of, split_of
 from moe_rl.trainer import train_step
 
 LOOKED_AT, SECONDS = 512, 5.0
@@ -51,10 +51,11 @@ def preview(run: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
         prompts = demonstrated(task, asked, tokenizer)
         rewards, until = [], time.monotonic() + SECONDS
         if not isinstance(task, Environment):
-            checked_reward(task, prompts[0], "")
+            rewards_of(task, prompts[:1], [""], [[]])
             for p in prompts:
                 if p.answer is not None and time.monotonic() < until:
-                    rewards.append((checked_reward(task, p, p.answer), p))
+                    ids = completion_tokens(p.answer, tokenizer)
+                    rewards.append((rewards_of(task, [p], [p.answer], [ids])[0], p))
     first, answer = prompts[0], prompts[0].answer
     lines = [("task", f"{run.task}"), ("prompts", f"{split}")]
     lines.append(("prompt", f"{tokenizer.decode(list(first.tokens))[-160:]!r}, {len(first.tokens)} tokens"))

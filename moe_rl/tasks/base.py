@@ -6,11 +6,12 @@ import math
 from collections.abc import Collection, Sequence, Sized
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.registry import Component, Part, check_options, check_values, import_callable, unknown
 from moe_rl.seeds import HELD_OUT, derive
+from moe_rl.tasks.rewards import Reward
 from moe_rl.types import Prompt
 
 TASKS = {
@@ -231,19 +232,28 @@ def votes_of(task: AnyTask, prompt: Prompt, completions: Sequence[str]) -> list[
     return [first.setdefault(text.strip(), i) for i, text in enumerate(completions)]
 
 
-def checked_reward(task: Task, prompt: Prompt, completion: str) -> float:
-    """`task.reward(...)` as a float. Raises ConfigError unless it is a number in [0, 1]."""
-    reward = task.reward(prompt, completion)
+def rewards_of(
+    task: Task, prompts: Sequence[Prompt], completions: Sequence[str], ids: Sequence[Any] | None = None
+) -> list[float]:
+    """The reward of every completion: `task.reward(...)` or, of a task that has a `score(prompts, completions, ids)`,
+    what that gives to all of them. `ids`: their tokens. Raises ConfigError unless each is a number in [0, 1]."""
+    score = getattr(task, "score", None)
+    pairs = [*zip(prompts, completions, strict=True)]
+    given = score(prompts, completions, ids or [None] * len(pairs)) if score else [task.reward(*pair) for pair in pairs]
+    return [_checked(task, reward, *pair) for reward, pair in zip(given, pairs, strict=True)]
+
+
+def _checked(task: Task, reward: Any, prompt: Prompt, completion: str) -> float:
     try:
-        value = float(reward)
+        value = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError):
         value = math.nan
     if not 0.0 <= value <= 1.0:
-        name = getattr(task, "reward_name", f"{type(task).__name__}.reward")
         raise ConfigError(
-            f"{name} returned {reward!r} for {completion[:80]!r}, prompt {prompt.text[:80]!r}. Use numbers in [0, 1]."
+            f"{type(task).__name__}.reward returned {reward!r} for {completion[:80]!r}, prompt {prompt.text[:80]!r}. "
+            "Use numbers in [0, 1]."
         )
-    return value
+    return reward if isinstance(reward, Reward) else value
 
 
 def shortened(transcript: Transcript) -> str:

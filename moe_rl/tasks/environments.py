@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from moe_rl.errors import ConfigError, MoeRlError, RunError
-from moe_rl.tasks.base import AnyTask, Conversation, Environment, Transcript, checked_reward, shortened
+from moe_rl.tasks.base import AnyTask, Conversation, Environment, Transcript, rewards_of, shortened
 from moe_rl.types import Prompt, Rollout, Sampling
 
 
-def compute_reward(task: AnyTask, rollout: Rollout) -> float:
-    """The reward of a completion, or of a conversation of `sample_rollouts`."""
+def compute_rewards(task: AnyTask, rollouts: Sequence[Rollout]) -> list[float]:
+    """The rewards of completions, or of conversations of `sample_rollouts`."""
     if isinstance(task, Environment):
-        return math.fsum(turn.reward for turn in rollout.turns)
-    return checked_reward(task, rollout.prompt, rollout.text)
+        return [math.fsum(turn.reward for turn in rollout.turns) for rollout in rollouts]
+    return rewards_of(
+        task, [r.prompt for r in rollouts], [r.text for r in rollouts], [list(r.tokens) for r in rollouts]
+    )
 
 
 def sample_rollouts(

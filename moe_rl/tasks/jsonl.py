@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import lookup
+from moe_rl.registry import Positive
 from moe_rl.tasks.json_lines import objects
 from moe_rl.tasks.matching import matcher, same_answers
+from moe_rl.tasks.rewards import Functions
 from moe_rl.types import Prompt
 
 
@@ -20,14 +21,28 @@ class JsonlTask:
 
     A completion is right, by `match`, if it is the answer (`exact`), or if an expression in it has the answer's value
     (`math`, see `tasks.matching`). `reward`, in the place of `match`, names a function of your own, `pkg.module:name`,
-    of prompt and completion. Lines are drawn in seeded passes, each once per pass.
+    and `rewards` several; the other options are theirs: `tasks.rewards`. Lines are drawn in seeded passes, each once
+    per pass.
     """
 
-    def __init__(self, file: str, *, match: Literal["exact", "math"] = "exact", reward: str | None = None) -> None:
+    def __init__(
+        self,
+        file: str,
+        *,
+        match: Literal["exact", "math"] = "exact",
+        reward: str | None = None,
+        rewards: Sequence[str] = (),
+        reward_weights: Sequence[float] | None = None,
+        reward_range: Sequence[float] = (0.0, 1.0),
+        reward_timeout: Positive | None = None,
+    ) -> None:
         self._right, self._match = matcher(match), match
-        if reward is not None and match != "exact":
-            raise ConfigError(f"task 'jsonl:{file}': reward={reward!r} replaces match={match!r}. Set one of the two.")
-        self._own, self.reward_name = reward and lookup("reward", reward, {}), reward or "JsonlTask.reward"
+        options, given = (rewards, reward_weights, reward_range, reward_timeout), [*rewards, *filter(None, [reward])]
+        if given and match != "exact" or reward and rewards or not given and options != ((), None, (0.0, 1.0), None):
+            raise ConfigError(
+                f"task 'jsonl:{file}': match={match!r}, reward={reward!r}, rewards={rewards!r}. Set one of the three. "
+                "Weights, a range and a time limit need reward or rewards."
+            )
         path = Path(file).expanduser()
         if not path.is_file():
             raise ConfigError(f"task 'jsonl:{file}': file not found (searched at {path.absolute()})")
@@ -43,6 +58,8 @@ class JsonlTask:
                 )
         if not self.lines:
             raise ConfigError(f'{path} contains no line such as {{"question": "1+1=", "answer": "2"}}')
+        keys = dict.fromkeys(key for prompt in self.lines for key in prompt.entry)
+        self._own = Functions(given, *options[1:], keys) if given else None
 
     def __len__(self) -> int:
         """The number of different questions."""
@@ -56,11 +73,15 @@ class JsonlTask:
             prompts += rng.sample(self.lines, len(self.lines))
         return prompts[:count]
 
-    def reward(self, prompt: Prompt, completion: str) -> Any:
-        """1 when the completion is right, else 0; or what the option `reward` gives."""
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """1 when the completion is right, else 0; or what `score` gives."""
+        return self.score([prompt], [completion], [None])[0]
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str], ids: Sequence[Any]) -> Sequence[float]:
+        """See `tasks.base.rewards_of`."""
         if self._own:
-            return self._own(prompt, completion)
-        return float(self._right(prompt.answer or "", completion))
+            return self._own(prompts, completions, ids)
+        return [float(self._right(p.answer or "", text)) for p, text in zip(prompts, completions, strict=True)]
 
     def votes(self, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
         """See `tasks.base.votes_of`; with `math`, expressions of one value are the same."""

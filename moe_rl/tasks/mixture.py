@@ -11,7 +11,7 @@ from typing import Any
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component, Part
 from moe_rl.seeds import derive
-from moe_rl.tasks.base import Environment, Task, ask, load_task, votes_of
+from moe_rl.tasks.base import Environment, Task, ask, load_task, rewards_of, votes_of
 from moe_rl.types import Prompt
 
 
@@ -53,7 +53,18 @@ class Mixture:
 
     def reward(self, prompt: Prompt, completion: str) -> float:
         """The reward by the prompt's own task."""
-        return self.tasks[prompt.entry["task"]].reward(prompt.entry["prompt"], completion)
+        return self.score([prompt], [completion], [None])[0]
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str], ids: Sequence[Any]) -> list[float]:
+        """`rewards_of` by the prompts' own tasks."""
+        rewards = [0.0] * len(prompts)
+        for kind, task in enumerate(self.tasks):
+            here = [i for i, prompt in enumerate(prompts) if prompt.entry["task"] == kind]
+            own = [dataclasses.replace(prompts[i].entry["prompt"], chat=prompts[i].chat) for i in here]
+            given = rewards_of(task, own, [completions[i] for i in here], [ids[i] for i in here]) if here else []
+            for i, reward in zip(here, given, strict=True):
+                rewards[i] = reward
+        return rewards
 
     def votes(self, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
         """`votes_of` by the prompt's own task."""

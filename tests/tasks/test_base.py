@@ -11,7 +11,7 @@ import pytest
 
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component
-from moe_rl.tasks.base import Split, Task, checked_reward, draw, held_out, load_task, split_of
+from moe_rl.tasks.base import Split, Task, draw, held_out, load_task, rewards_of, split_of
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt
 
@@ -23,7 +23,7 @@ class Finite:
         return [Prompt(text=str((seed + i) % 5), answer="x") for i in range(count)]
 
     def reward(self, prompt, completion):
-        return {"nan": math.nan, "two": 2.0, "none": None, "true": True}.get(completion, 0.25)
+        return {"nan": math.nan, "two": 2.0, "none": None, "true": True, "text": "1"}.get(completion, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,10 @@ def test_held_out_prompts_are_the_same_for_everyone():
 
 def test_a_reward_outside_the_unit_interval_is_refused():
     task, prompt = Finite(), Prompt(text="q")
-    assert checked_reward(task, prompt, "") == 0.25
-    assert checked_reward(task, prompt, "true") == 1.0
-    for bad in ("nan", "two", "none"):
+    assert rewards_of(task, [prompt, prompt], ["", "true"]) == [0.25, 1.0]
+    for bad in ("nan", "two", "none", "text"):
         with pytest.raises(ConfigError, match=r"numbers in \[0, 1\]"):
-            checked_reward(task, prompt, bad)
+            rewards_of(task, [prompt], [bad])
 
 
 @pytest.mark.parametrize("spec", ["running_sums", "reasoning_gym:spell_backward"])

@@ -42,7 +42,7 @@ def says(*texts, finished=True):
 
 def earned(task, prompt, *texts, **how):
     (rollout,) = batches.sample_rollouts(says(*texts, **how), task, [prompt], 1, key=(0,), sampling=Sampling())
-    assert batches.compute_reward(task, rollout) == sum(turn.reward for turn in rollout.turns)
+    assert batches.compute_rewards(task, [rollout]) == [sum(turn.reward for turn in rollout.turns)]
     return [(turn.text, turn.reply, turn.reward) for turn in rollout.turns]
 
 

@@ -10,7 +10,7 @@ from moe_rl.analysis.evaluation import benchmark
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component
 from moe_rl.seeds import HELD_OUT, derive
-from moe_rl.tasks.base import checked_reward, draw, held_out, load_task
+from moe_rl.tasks.base import draw, held_out, load_task
 
 
 def task_of(tmp_path, lines):
@@ -25,22 +25,6 @@ def test_an_answer_alone_is_right_unless_mathematics_is_asked_for(tmp_path):
     (prompt,) = task.prompts(1, 0)
     for completion, exact, math in ((" 12\n", 1, 1), ("it is = 12", 0, 1), ("3+9", 0, 1), ("13", 0, 0)):
         assert (task.reward(prompt, completion), by_value.reward(prompt, completion)) == (exact, math)
-
-
-def test_a_reward_of_ones_own_replaces_the_match_and_is_named(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_reward.py").write_text(
-        "def half(prompt, completion):\n    return 0.5 if completion == prompt.entry['gold'] else None\n"
-    )
-    task_of(tmp_path, [{"question": "3+9=", "answer": 12, "gold": "twelve"}])
-    task = load_task(Component(f"jsonl:{tmp_path}/pairs.jsonl", reward="own_reward:half"))
-    (prompt,) = task.prompts(1, 0)
-    assert checked_reward(task, prompt, "twelve") == 0.5
-    with pytest.raises(ConfigError, match="own_reward:half .*'12'"):
-        checked_reward(task, prompt, "12")
-    for options, words in (({"match": "math"}, "own_reward:half"), ({"reward": "exact"}, "no reward .* 'exact'")):
-        with pytest.raises(ConfigError, match=words):
-            load_task(Component(f"jsonl:{tmp_path}/pairs.jsonl", **{"reward": "own_reward:half"} | options))
 
 
 def test_repeated_questions_count_once(tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_rl.registry import Component
-from moe_rl.tasks.base import checked_reward, load_task
+from moe_rl.tasks.base import load_task, rewards_of
 from moe_rl.types import Prompt
 
 
@@ -17,20 +17,21 @@ def compute_score(
 ) -> dict[str, float]:
     """The task's reward, in [0, 1], and as `acc` whether it is 1."""
     answer, entry = json.loads(extra_info["answer"]), json.loads(extra_info["entry"])
-    prompt = Prompt(text=extra_info["text"], answer=answer, entry=entry)
-    reward = checked_reward(_task(extra_info["task"]), prompt, solution_str)
+    prompt = Prompt(text=extra_info["text"], answer=answer, entry=entry, chat=extra_info["chat"])
+    reward = float(rewards_of(_task(extra_info["task"]), [prompt], [solution_str])[0])
     return {"score": reward, "acc": float(reward >= 1)}
 
 
 def row_of(task: str, prompt: Prompt, index: int) -> dict[str, Any]:
     """A row of verl's dataset; `task` is the JSON of the task's component."""
     answer, entry = json.dumps(prompt.answer), json.dumps(prompt.entry)
+    extra = {"index": index, "task": task, "text": prompt.text, "answer": answer, "entry": entry, "chat": prompt.chat}
     return {
         "data_source": "moe_rl",
         "prompt": [{"role": "user", "content": prompt.text}],
         "ability": "task",
         "reward_model": {"style": "rule", "ground_truth": prompt.answer or ""},
-        "extra_info": {"index": index, "task": task, "text": prompt.text, "answer": answer, "entry": entry},
+        "extra_info": extra,
     }
 
 

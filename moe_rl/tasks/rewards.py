@@ -1,0 +1,180 @@
+"""Reward functions of one's own, called as TRL calls them: by keyword, for all completions of a step at once."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+from moe_rl.errors import ConfigError
+from moe_rl.registry import Component, import_callable, unknown
+
+if TYPE_CHECKING:
+    from moe_rl.types import Prompt
+
+Scores = list[float | None]
+TIMEOUTS = "reward_timeouts"
+OURS, LEFT_OUT = {"prompts", "completions", "trainer_state"}, {"prompt", "completion", "completion_ids"}
+"""Keywords that no key of a line may have, and keys that TRL does not hand on."""
+ROUNDING = 1e-6
+
+
+class Reward(float):
+    """A reward in [0, 1] with its columns: what each function gave, None where it gave nothing."""
+
+    parts: Mapping[str, float | None] = {}
+
+
+def columns_of(rewards: Iterable[float]) -> dict[str, float]:
+    """The columns of rewards together: means over what was scored, and how often a limit was exceeded."""
+    found: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in getattr(reward, "parts", {}).items():
+            found.setdefault(name, []).extend([] if value is None else [value])
+    return {n: math.fsum(values) / (1 if n == TIMEOUTS else len(values)) for n, values in found.items() if values}
+
+
+class Functions:
+    """The functions `names`, `pkg.module:name` each, and the weights of their sum, by default 1. `span`, the range of
+    the sum, is mapped to [0, 1]. `timeout`: seconds of a call, in a process of its own. `keys`: those of the data.
+    Raises ConfigError, before any is called, for a function that cannot be called with them."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Sequence[float] | None,
+        span: Sequence[float],
+        timeout: float | None,
+        keys: Collection[str],
+    ) -> None:
+        columns = [f"reward_{name.rpartition(':')[2]}" for name in names]
+        weights = [1.0] * len(names) if weights is None else weights
+        if not names or len({*columns, "reward_std", TIMEOUTS}) < len(names) + 2:
+            raise ConfigError(f"rewards={[*names]}: give functions of different names, none of them std or timeouts")
+        if len(weights) != len(names) or not all(map(math.isfinite, weights)):
+            raise ConfigError(f"reward_weights={[*weights]}: give {len(names)} finite numbers, one for each function")
+        if len(span) != 2 or not -math.inf < span[0] < span[1] < math.inf:
+            raise ConfigError(f"reward_range={[*span]}: give two finite numbers, the lower one first")
+        if taken := OURS & {*keys}:
+            raise ConfigError(
+                f"the data has the key {min(taken)!r}, which is a keyword of every reward. Rename the key."
+            )
+        self.names, self.span, self.timeout, self.keys = (
+            names,
+            span,
+            timeout,
+            [key for key in keys if key not in LEFT_OUT],
+        )
+        for name in names:
+            _check(name, self.keys)
+        calls = (Limited(name, timeout) if timeout else partial(_call, name) for name in names)
+        self.parts = [*zip(columns, weights, calls, strict=True)]
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[str], ids: Sequence[Any]) -> list[Reward]:
+        """The rewards. Raises ConfigError for a function that gives anything but numbers and None, or a sum outside of
+        `span`. A completion that none scores gets 0, with a warning."""
+
+        def messages(role: str, texts: Sequence[str]) -> list[Any]:
+            pairs = zip(prompts, texts, strict=True)
+            return [[{"role": role, "content": text}] if prompt.chat else text for prompt, text in pairs]
+
+        keywords = {key: [prompt.entry.get(key) for prompt in prompts] for key in self.keys}
+        keywords |= {"prompts": messages("user", [prompt.text for prompt in prompts]), "completion_ids": [*ids]}
+        keywords["completions"] = messages("assistant", completions)
+        late, (low, high) = [0.0] * len(completions), self.span
+        scores = {column: _scores(call, keywords, late) for column, _, call in self.parts}
+        rewards, unscored = [], 0
+        for i, text in enumerate(completions):
+            parts = {column: given[i] for column, given in scores.items()}
+            weighed = [weight * value for column, weight, _ in self.parts if (value := parts[column]) is not None]
+            unscored, total = unscored + (not weighed), math.fsum(weighed) if weighed else low
+            if not low - ROUNDING <= total <= high + ROUNDING:
+                raise ConfigError(
+                    f"{', '.join(self.names)} gave {total:g} for {text[:80]!r}, prompt {prompts[i].text[:80]!r}. "
+                    f"Set task.reward_range, now {[low, high]}, to the range of all sums. The highest is right."
+                )
+            rewards.append(Reward(min(max((total - low) / (high - low), 0.0), 1.0)))
+            rewards[i].parts = parts | ({TIMEOUTS: late[i]} if self.timeout else {})
+        if unscored:
+            warnings.warn(
+                f"no function scored {unscored} of {len(rewards)} completions: their reward is 0", stacklevel=2
+            )
+        return rewards
+
+
+def _scores(call: Callable[..., Scores], keywords: Mapping[str, list[Any]], late: list[float]) -> Scores:
+    """What a function gives to all completions in one call or, where that exceeds the limit, to one after the other:
+    those that exceed it alone have no score, and are counted in `late`."""
+    try:
+        return call(**keywords)
+    except Late:
+        scores: Scores = []
+        for i in range(len(late)):
+            try:
+                scores += call(**{key: values[i : i + 1] for key, values in keywords.items()})
+            except Late:
+                scores, late[i] = [*scores, None], late[i] + 1
+        return scores
+
+
+def _call(name: str, **keywords: Any) -> Scores:
+    """What a function gives. Raises ConfigError for anything but as many numbers or None as there are completions."""
+    function, count = import_callable("reward", name), len(keywords["completions"])
+    state = "trainer_state" in inspect.signature(function).parameters
+    given = function(**keywords, **({"trainer_state": None} if state else {}))
+    given = asyncio.run(given) if inspect.iscoroutine(given) else given
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable) or len(given := [*given]) != count:
+        raise ConfigError(
+            f"{name} returned {given!r:.160}. Return a list of {count}, one number or None per completion."
+        )
+    values = [None if one is None else math.nan if isinstance(one, str) else float(one) for one in given]
+    for one, value, completion in zip(given, values, keywords["completions"], strict=True):
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{name} returned {one!r:.80} for {completion!r:.160}. Return a finite number, or None.")
+    return values
+
+
+def _check(name: str, keys: Collection[str]) -> None:
+    """Raise ConfigError for anything but a function that takes the keywords."""
+    if not Component(name).own:
+        unknown("reward", name, ["pkg.module:name"])
+    parameters = inspect.signature(import_callable("reward", name)).parameters.values()
+    given, kinds = {*keys, *OURS, "completion_ids"}, {p.kind for p in parameters}
+    needed = {
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    if not needed <= given or inspect.Parameter.POSITIONAL_ONLY in kinds or inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ConfigError(
+            f"the reward {name} must take **kwargs and, by keyword, only {', '.join(sorted(given))}, as for TRL. Write "
+            f"def {name.rpartition(':')[2]}(completions, answer, **kwargs), which returns a list."
+        )
+
+
+class Late(Exception):
+    """A call exceeded its limit."""
+
+
+class Limited:
+    """A function in a process of its own, which a call beyond the limit ends; the next call starts another."""
+
+    pool: Any = None
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name, self.seconds = name, seconds
+
+    def __call__(self, **keywords: Any) -> Scores:
+        if self.pool is None:
+            self.pool = get_context("spawn").Pool(1, import_callable, ("reward", self.name))
+            self.pool.apply(int)  # the function is imported
+        answer = self.pool.apply_async(_call, (self.name,), keywords)
+        answer.wait(self.seconds)
+        if not answer.ready():
+            self.pool.terminate()
+            self.pool = None
+            raise Late
+        return answer.get()
