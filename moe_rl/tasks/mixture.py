@@ -56,15 +56,10 @@ class Mixture:
         return self.score([prompt], [completion], [None])[0]
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str], ids: Sequence[Any]) -> list[float]:
-        """`rewards_of` by the prompts' own tasks."""
-        rewards = [0.0] * len(prompts)
-        for kind, task in enumerate(self.tasks):
-            here = [i for i, prompt in enumerate(prompts) if prompt.entry["task"] == kind]
-            own = [dataclasses.replace(prompts[i].entry["prompt"], chat=prompts[i].chat) for i in here]
-            given = rewards_of(task, own, [completions[i] for i in here], [ids[i] for i in here]) if here else []
-            for i, reward in zip(here, given, strict=True):
-                rewards[i] = reward
-        return rewards
+        """`rewards_of` by each prompt's own task, one after the other."""
+        own = [dataclasses.replace(prompt.entry["prompt"], chat=prompt.chat) for prompt in prompts]
+        rows = zip(prompts, own, completions, ids, strict=True)
+        return [rewards_of(self.tasks[p.entry["task"]], [q], [text], [row])[0] for p, q, text, row in rows]
 
     def votes(self, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
         """`votes_of` by the prompt's own task."""

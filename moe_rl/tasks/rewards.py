@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ Scores = list[float | None]
 TIMEOUTS = "reward_timeouts"
 OURS, LEFT_OUT = {"prompts", "completions", "trainer_state"}, {"prompt", "completion", "completion_ids"}
 """Keywords that no key of a line may have, and keys that TRL does not hand on."""
-ROUNDING = 1e-6
+ROUNDING, LATE = 1e-6, -math.inf
 
 
 class Reward(float):
@@ -44,35 +44,21 @@ class Functions:
     the sum, is mapped to [0, 1]. `timeout`: seconds of a call, in a process of its own. `keys`: those of the data.
     Raises ConfigError, before any is called, for a function that cannot be called with them."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        weights: Sequence[float] | None,
-        span: Sequence[float],
-        timeout: float | None,
-        keys: Collection[str],
-    ) -> None:
+    def __init__(self, names: Sequence[str], weights: Any, span: Any, timeout: float | None, keys: Collection[str]):
         columns = [f"reward_{name.rpartition(':')[2]}" for name in names]
         weights = [1.0] * len(names) if weights is None else weights
-        if not names or len({*columns, "reward_std", TIMEOUTS}) < len(names) + 2:
+        if len({*columns, "reward_std", TIMEOUTS}) < len(names) + 2:
             raise ConfigError(f"rewards={[*names]}: give functions of different names, none of them std or timeouts")
-        if len(weights) != len(names) or not all(map(math.isfinite, weights)):
-            raise ConfigError(f"reward_weights={[*weights]}: give {len(names)} finite numbers, one for each function")
-        if len(span) != 2 or not -math.inf < span[0] < span[1] < math.inf:
-            raise ConfigError(f"reward_range={[*span]}: give two finite numbers, the lower one first")
-        if taken := OURS & {*keys}:
+        finite = all(map(math.isfinite, (*weights, *span)))
+        if not finite or len(weights) != len(names) or len(span) != 2 or span[0] >= span[1]:
             raise ConfigError(
-                f"the data has the key {min(taken)!r}, which is a keyword of every reward. Rename the key."
+                f"reward_weights={[*weights]}, reward_range={[*span]}: give {len(names)} finite weights, one for each "
+                "function, and a finite range, the lower end first"
             )
-        self.names, self.span, self.timeout, self.keys = (
-            names,
-            span,
-            timeout,
-            [key for key in keys if key not in LEFT_OUT],
-        )
         for name in names:
-            _check(name, self.keys)
+            _check(name, keys)
         calls = (Limited(name, timeout) if timeout else partial(_call, name) for name in names)
+        self.names, self.span, self.timeout, self.keys = names, span, timeout, {*keys} - LEFT_OUT
         self.parts = [*zip(columns, weights, calls, strict=True)]
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[str], ids: Sequence[Any]) -> list[Reward]:
@@ -86,40 +72,49 @@ class Functions:
         keywords = {key: [prompt.entry.get(key) for prompt in prompts] for key in self.keys}
         keywords |= {"prompts": messages("user", [prompt.text for prompt in prompts]), "completion_ids": [*ids]}
         keywords["completions"] = messages("assistant", completions)
-        late, (low, high) = [0.0] * len(completions), self.span
-        scores = {column: _scores(call, keywords, late) for column, _, call in self.parts}
-        rewards, unscored = [], 0
+        scores = {column: call(**keywords) for column, _, call in self.parts}
+        rewards, (low, high) = [], self.span
         for i, text in enumerate(completions):
-            parts = {column: given[i] for column, given in scores.items()}
+            parts = {column: None if given[i] == LATE else given[i] for column, given in scores.items()}
             weighed = [weight * value for column, weight, _ in self.parts if (value := parts[column]) is not None]
-            unscored, total = unscored + (not weighed), math.fsum(weighed) if weighed else low
+            total = math.fsum(weighed) if weighed else low
             if not low - ROUNDING <= total <= high + ROUNDING:
                 raise ConfigError(
                     f"{', '.join(self.names)} gave {total:g} for {text[:80]!r}, prompt {prompts[i].text[:80]!r}. "
                     f"Set task.reward_range, now {[low, high]}, to the range of all sums. The highest is right."
                 )
+            late = {TIMEOUTS: float(sum(given[i] == LATE for given in scores.values()))} if self.timeout else {}
             rewards.append(Reward(min(max((total - low) / (high - low), 0.0), 1.0)))
-            rewards[i].parts = parts | ({TIMEOUTS: late[i]} if self.timeout else {})
-        if unscored:
-            warnings.warn(
-                f"no function scored {unscored} of {len(rewards)} completions: their reward is 0", stacklevel=2
-            )
+            rewards[i].parts = parts | late
+        if none := sum(all(value is None for value in map(r.parts.get, scores)) for r in rewards):
+            warnings.warn(f"no function scored {none} of {len(rewards)} completions: their reward is 0", stacklevel=2)
         return rewards
 
 
-def _scores(call: Callable[..., Scores], keywords: Mapping[str, list[Any]], late: list[float]) -> Scores:
-    """What a function gives to all completions in one call or, where that exceeds the limit, to one after the other:
-    those that exceed it alone have no score, and are counted in `late`."""
-    try:
-        return call(**keywords)
-    except Late:
-        scores: Scores = []
-        for i in range(len(late)):
-            try:
-                scores += call(**{key: values[i : i + 1] for key, values in keywords.items()})
-            except Late:
-                scores, late[i] = [*scores, None], late[i] + 1
-        return scores
+class Limited:
+    """A function in a process of its own, which a call beyond the limit ends; the next call starts another. What was
+    asked in that call is asked one by one, and LATE is what exceeds the limit again."""
+
+    pool: Any = None
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name, self.seconds = name, seconds
+
+    def __call__(self, **keywords: Any) -> Scores:
+        if self.pool is None:
+            self.pool = get_context("spawn").Pool(1, import_callable, ("reward", self.name))
+            self.pool.apply(int)  # the function is imported
+        answer = self.pool.apply_async(_call, (self.name,), keywords)
+        answer.wait(self.seconds)
+        if answer.ready():
+            return answer.get()
+        self.pool.terminate()
+        self.pool = None
+        each = (
+            {key: [value] for key, value in zip(keywords, row, strict=True)}
+            for row in zip(*keywords.values(), strict=True)
+        )
+        return [LATE] if len(keywords["completions"]) == 1 else [self(**one)[0] for one in each]
 
 
 def _call(name: str, **keywords: Any) -> Scores:
@@ -140,11 +135,13 @@ def _call(name: str, **keywords: Any) -> Scores:
 
 
 def _check(name: str, keys: Collection[str]) -> None:
-    """Raise ConfigError for anything but a function that takes the keywords."""
+    """Raise ConfigError for anything but a function that takes the keywords, each of which is there once."""
     if not Component(name).own:
         unknown("reward", name, ["pkg.module:name"])
+    if taken := OURS & {*keys}:
+        raise ConfigError(f"the data has the key {min(taken)!r}, which is a keyword of every reward. Rename the key.")
     parameters = inspect.signature(import_callable("reward", name)).parameters.values()
-    given, kinds = {*keys, *OURS, "completion_ids"}, {p.kind for p in parameters}
+    given, kinds = {*keys, *OURS, "completion_ids"} - {"prompt", "completion"}, {p.kind for p in parameters}
     needed = {
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
@@ -153,28 +150,3 @@ def _check(name: str, keys: Collection[str]) -> None:
             f"the reward {name} must take **kwargs and, by keyword, only {', '.join(sorted(given))}, as for TRL. Write "
             f"def {name.rpartition(':')[2]}(completions, answer, **kwargs), which returns a list."
         )
-
-
-class Late(Exception):
-    """A call exceeded its limit."""
-
-
-class Limited:
-    """A function in a process of its own, which a call beyond the limit ends; the next call starts another."""
-
-    pool: Any = None
-
-    def __init__(self, name: str, seconds: float) -> None:
-        self.name, self.seconds = name, seconds
-
-    def __call__(self, **keywords: Any) -> Scores:
-        if self.pool is None:
-            self.pool = get_context("spawn").Pool(1, import_callable, ("reward", self.name))
-            self.pool.apply(int)  # the function is imported
-        answer = self.pool.apply_async(_call, (self.name,), keywords)
-        answer.wait(self.seconds)
-        if not answer.ready():
-            self.pool.terminate()
-            self.pool = None
-            raise Late
-        return answer.get()

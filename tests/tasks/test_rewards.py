@@ -148,8 +148,8 @@ def test_what_is_no_reward_names_the_function(made, name, said):
         ({"reward": "own_rewards:correct", "reward_timeout": 0}, "greater than 0"),
         ({"rewards": own("correct", "correct")}, "different names"),
         ({"rewards": own("std")}, "none of them std"),
-        ({"rewards": own("correct", "short"), "reward_weights": [1.0]}, "give 2 finite numbers"),
-        ({"reward": "own_rewards:correct", "reward_range": [1, 1]}, "the lower one first"),
+        ({"rewards": own("correct", "short"), "reward_weights": [1.0]}, "give 2 finite weights"),
+        ({"reward": "own_rewards:correct", "reward_range": [1, 1]}, "the lower end first"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_called(made, options, said):
