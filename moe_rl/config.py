@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -477,21 +478,33 @@ def folder_of(checkpoint: str) -> Path:
 
 
 # ---------------------------------------------------------------------- settings as text
-def parse_settings(config: RunConfig, settings: Sequence[str]) -> dict[str, Any]:
-    """`["optimizer.lr=1e-4"]`, as a command line has it, as typed values for `config.replace`. Raises ConfigError for
-    an unknown setting, or for a value that it cannot have."""
-    typed = {}
+def parse_settings(config: RunConfig, settings: Sequence[str], file: Path | None = None) -> dict[str, Any]:
+    """`["optimizer.lr=1e-4"]`, as a command line has it, as typed values for `config.replace`, after those of a TOML
+    file. Raises ConfigError for an unknown setting, or for a value that it cannot have."""
+    try:
+        pairs = [*_dotted(tomllib.loads(file.read_text(encoding="utf-8")))] if file else []
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}. Write TOML, e.g. optimizer.lr = 1e-4.") from error
+    of_file = {key for key, _ in pairs}
     for key, equals, text in (setting.partition("=") for setting in settings):
         if not equals:
             raise ConfigError(f"--set takes key=value, e.g. optimizer.lr=1e-4, but got {key!r}")
-        if key.split(".")[0] in ("arm", "seed", "steps"):
-            raise ConfigError(
-                f"{key} cannot be changed with --set. Change arms in the study file; use --seeds and "
-                "--steps for the others."
-            )
-        typed[key] = _parse_value(config, key, text)
-    config.replace(**typed)
+        pairs, of_file = [*pairs, (key, text)], of_file - {key}
+    typed = {key: _parse_value(config, key, value) if isinstance(value, str) else value for key, value in pairs}
+    try:
+        for key in typed:
+            if key.split(".")[0] in ("arm", "seed", "steps"):
+                raise ConfigError(f"{key} is no such setting. Change arms in the study file; use --seeds and --steps.")
+        config.replace(**typed)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}" if any(key in str(error) for key in of_file) else str(error)) from error
     return typed
+
+
+def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their dotted keys."""
+    for key, value in table.items():
+        yield from _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
 
 
 def _parse_value(config: Settings, key: str, text: str) -> Any:

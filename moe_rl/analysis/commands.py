@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moe_rl.cli.verbs import DEVICE, DTYPE, TRUST_CODE, argument, verb
+from moe_rl.cli.verbs import DEVICE, DTYPE, SET, SETTINGS, TRUST_CODE, argument, verb
 from moe_rl.errors import ConfigError
 
 EVALUATED = (
@@ -100,14 +100,8 @@ def compare(options: argparse.Namespace) -> int:
     ),
     DEVICE,
     DTYPE,
-    argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="K=V",
-        dest="settings",
-        help="change a setting, e.g. engine=vllm: docs/settings.md",
-    ),
+    SET,
+    SETTINGS,
     argument("--out", type=Path, default=Path("evaluation"), help="folder to write (default: evaluation)"),
     TRUST_CODE,
     examples="""
@@ -139,9 +133,9 @@ def evaluate(options: argparse.Namespace) -> int:
         engine=Component("hf", routes="off"),
         model=ModelConfig(device=options.device, dtype=options.dtype),
     )
-    changes = parse_settings(run, options.settings)
+    changes = parse_settings(run, options.settings, options.file)
     if idle := [key for key in changes if key not in EVALUATED and not key.startswith("engine.")]:
-        raise ConfigError(f"--set {idle[0]} has no effect here. Set one of {', '.join(EVALUATED)} or engine.….")
+        raise ConfigError(f"the setting {idle[0]} has no effect here. Set one of {', '.join(EVALUATED)} or engine.….")
     run = run.replace(**changes)
     names = [name for folder in options.checkpoints for name in checkpoints_of(folder)]
     summary = measure_evaluations(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ COMMANDS = {
     "cancel": ("moe_rl.cli.running:cancel", "Remove the runs below a folder from the cluster's queue."),
     "work": ("moe_rl.cli.running:work", "Carry out one run of a plan, as a scheduler does."),
     "new": ("moe_rl.cli.new:new", "Create a folder with your own study, ready to run, and tests."),
-    "methods": ("moe_rl.cli.methods:methods", "List all methods with their sources, or explain one of them."),
+    "methods": ("moe_rl.cli.listing:methods", "List all methods with their sources, or explain one of them."),
+    "list": ("moe_rl.cli.listing:list_names", "List tasks, models, settings, columns, methods or figures."),
     "plot": ("moe_rl.cli.tables:plot", "Print a study's tables and draw its figures."),
     "report": ("moe_rl.cli.tables:report", "Write a study as one web page: tables, figures, settings, cost."),
     "runs list": ("moe_rl.cli.runs:list_runs", "List the runs below a folder: state, age, time left."),
@@ -86,6 +88,8 @@ def parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
 
     Raises ConfigError where the part of the package that has the command is not installed."""
     parser = argparse.ArgumentParser("moe-rl", description="Measure and control Mixture-of-Experts routing during RL.")
+    version = next((found.version for found in importlib.metadata.distributions(name="moe_rl")), "(not installed)")
+    parser.add_argument("--version", action="version", version=f"moe-rl {version}", help="print the version")
     below = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
     for group, summary in GROUPS.items():
         added = below[""].add_parser(group, help=summary, description=summary)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_rl.cli.verbs import JOBS, MIX_CODE, argument, verb
+from moe_rl.cli.verbs import JOBS, MIX_CODE, SET, SETTINGS, argument, verb
 from moe_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,14 +41,8 @@ TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
         metavar="ARM",
         help="run this arm instead; without comparisons of the study, the first one is the baseline",
     ),
-    argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="K=V",
-        dest="settings",
-        help="change a setting, e.g. optimizer.lr=1e-4: docs/settings.md",
-    ),
+    SET,
+    SETTINGS,
     argument("--policy", metavar="NAME", help="hf, or on several processes fsdp or 'megatron(ep=2)'"),
     argument("--trainer", metavar="NAME", help="verl: train with verl's PPO trainer (docs/your_trainer.md)"),
     argument(
@@ -67,7 +61,8 @@ TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
   moe-rl run my_study.py --steps 200      also extends finished runs
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy fsdp
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy megatron
-Defaults are the study's settings. --arm and --set may be repeated.""",
+Defaults are the study's settings. --arm and --set may be repeated; a setting
+is optimizer.lr=1e-4, and in a file of --settings optimizer.lr = 1e-4.""",
 )
 def run(options: argparse.Namespace) -> int:
     """Plan, check, run, summarise, draw."""
@@ -165,12 +160,7 @@ def rerun(options: argparse.Namespace) -> int:
 
     return _failed(
         run_again(
-            options.folder,
-            options.out,
-            jobs=options.jobs,
-            console=Console(),
-            steps=options.steps,
-            trust=options.trust,
+            options.folder, options.out, jobs=options.jobs, console=Console(), steps=options.steps, trust=options.trust
         )
     )
 
@@ -249,12 +239,13 @@ def _with_folder(tracker: str) -> str:
 
 
 def _with_settings(study: Study, options: argparse.Namespace) -> Study:
-    """The study with --task, --policy and --set."""
+    """The study with --task, --policy, --settings and --set."""
     from moe_rl.config import parse_settings
 
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
     changes |= {"policy": options.policy} if options.policy else {}
-    return study.with_settings(changes | parse_settings(study.base.replace(**changes), options.settings))
+    typed = parse_settings(study.base.replace(**changes), options.settings, options.file)
+    return study.with_settings(changes | typed)
 
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:

@@ -37,16 +37,7 @@ def list_runs(options: argparse.Namespace) -> int:
         left = duration(now["seconds_left"]) if now.get("seconds_left") else ""
         reward = number(now["reward"], ".3f") if now.get("reward") is not None else ""
         scheduler = f" ({now['scheduler']})" if now.get("scheduler") else ""
-        rows.append(
-            (
-                str(path),
-                now["state"] + scheduler,
-                f"{now['step']}/{now['steps']}",
-                reward,
-                age,
-                left,
-            )
-        )
+        rows.append((str(path), now["state"] + scheduler, f"{now['step']}/{now['steps']}", reward, age, left))
     print(*map(harmless, table(rows)), sep="\n")
     return 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 Action = Callable[[argparse.Namespace], int]
@@ -48,6 +49,10 @@ def verb(*arguments: Argument, examples: str) -> Callable[[Action], Verb]:
 
 MIX_CODE = argument("--mix-code", action="store_true", help="pool runs of different code, data or settings")
 UNFINISHED = argument("--unfinished", action="store_true", help="include unfinished runs, up to their last checkpoint")
+SET = argument(
+    "--set", action="append", default=[], metavar="K=V", dest="settings", help="change a setting: docs/settings.md"
+)
+SETTINGS = argument("--settings", type=Path, metavar="FILE", dest="file", help="TOML file of settings; --set wins")
 JOBS = argument("--jobs", type=int, help="runs at a time, one thread each (default: one per core or GPU)")
 DEVICE = argument("--device", default="cpu", help="cpu, cuda or cuda:<index> (default: cpu)")
 DTYPE = argument("--dtype", default="float32", help="dtype of the weights (default: float32)")

@@ -97,6 +97,8 @@ class Monitor:
             self.counted = counted_inputs(probe)
             inputs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in probe.items()}
             self.probe = {name: x for name, x in inputs.items() if name != "decides"}
+        self.listeners: list[Callable[[int, Row], None]] = []
+        """Called with the number of the block and its row."""
         self.layers: list[Row] = []
         """The last row per MoE layer, as in the table `layers`."""
         self.blocks, self.measures = 0, False
@@ -165,7 +167,10 @@ class Monitor:
                 "no forward of the monitored model trained inside the block. Call the trained module there, or call "
                 "decides before a forward that is to count."
             )
-        return self._row_of(sums, values)
+        row = self._row_of(sums, values)
+        for listen in self.listeners:
+            listen(self.blocks, row)
+        return row
 
     # ------------------------------------------------------------------ what is seen
     def _see(self, seen: Seen) -> None:
@@ -307,6 +312,31 @@ class Monitor:
 
 
 monitor = Monitor
+
+
+def track(monitor: Monitor, writer: Any) -> Monitor:
+    """Give each row of a monitor to a TensorBoard `SummaryWriter` or a W&B run, as `moe_rl/<column>`; those of layers
+    as `moe_rl/<column>/moe_layer_<n>`. The x axis is the number of the block. On several ranks one of them tracks.
+    Raises ConfigError for a writer without `add_scalar` and `log`."""
+    add: Any = getattr(writer, "add_scalar", None)
+    log: Any = getattr(writer, "log", None)
+    if not callable(add or log):
+        raise ConfigError(f"{writer!r:.80} has no add_scalar or log. Give a TensorBoard SummaryWriter, or a W&B run.")
+    if not add and hasattr(writer, "define_metric"):
+        writer.define_metric("moe_rl/*", step_metric="moe_rl/block")  # rows would else take steps of the trainer's own
+
+    def listen(block: int, row: Row) -> None:
+        values = {f"moe_rl/{name}": value for name, value in row.items()}
+        for layer in monitor.layers:
+            measured = {name: value for name, value in layer.items() if name not in ("moe_layer", "layer")}
+            values |= {f"moe_rl/{name}/moe_layer_{layer['moe_layer']}": value for name, value in measured.items()}
+        for name, value in values.items() if add else ():
+            add(name, value, block)
+        if not add:
+            log(values | {"moe_rl/block": block})
+
+    monitor.listeners.append(listen)
+    return monitor
 
 
 # ---------------------------------------------------------------------- balancing that nobody asked for

@@ -8,12 +8,6 @@ from moe_rl.objectives.spelling import FIELDS, SEVERAL, fill_in
 from moe_rl.registry import Component
 
 
-def list_methods() -> list[tuple[str, str, str]]:
-    """Name, setting and source of every method and preset."""
-    every = (*table.methods().values(), *distinct_presets())
-    return [(m.name, table.spell_out(table.arm(m.name)), m.source) for m in every]
-
-
 def describe(name: str) -> list[str]:
     """A method, preset or arm in lines: its components, their equations, and its source."""
     made = table.arm(name)

@@ -6,6 +6,7 @@ import inspect
 import json
 import multiprocessing
 import warnings
+from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
 
@@ -505,10 +506,49 @@ def test_the_plain_loop_of_the_page_runs_as_it_stands(qwen, tokens, capsys):
         "steps": [[{"input_ids": tokens[rows], "attention_mask": MASK[rows]} for rows in ([0, 1], [2, 3])]] * 4,
         "loss": lambda output: output.logits.log_softmax(-1)[..., 3].mean(),
         "log": print,
+        "writer": Writer(),
     }
     exec(block, names)
     printed = [line for line in capsys.readouterr().out.splitlines() if "expert_change_rate" in line]
     assert len(printed) == 2 and "load_entropy" in printed[0]
+    points = names["writer"].points
+    assert {f"moe_rl/{name}" for name in literal_eval(printed[0])} <= {name for name, _ in points}
+    assert points["moe_rl/expert_change_rate", 4] == literal_eval(printed[1])["expert_change_rate"]
+    of_layer = names["monitor"].layers[1]["expert_change_rate"]
+    assert points["moe_rl/expert_change_rate/moe_layer_1", 4] == of_layer and {step for _, step in points} == {2, 4}
+
+
+class Writer:
+    """What TensorBoard's SummaryWriter has."""
+
+    def __init__(self):
+        self.points = {}
+
+    def add_scalar(self, name, value, step):
+        self.points[name, step] = value
+
+
+def test_a_run_of_wandb_gets_a_row_at_a_time_and_its_axis(qwen, tokens):
+    class Run:
+        def __init__(self):
+            self.logged, self.axes = [], {}
+
+        def log(self, values):
+            self.logged.append(values)
+
+        def define_metric(self, name, step_metric):
+            self.axes[name] = step_metric
+
+    run, monitor = Run(), moe_rl.monitor(qwen)
+    assert moe_rl.track(monitor, run) is monitor
+    with monitor:
+        qwen(tokens, attention_mask=torch.ones_like(tokens))
+    row = monitor.row()
+    (logged,) = run.logged
+    assert logged["moe_rl/block"] == 1 and logged["moe_rl/load_tokens"] == row["load_tokens"]
+    assert run.axes == {"moe_rl/*": "moe_rl/block"} and monitor.row() == {} and len(run.logged) == 1
+    with pytest.raises(ConfigError, match="no add_scalar or log. Give a TensorBoard"):
+        moe_rl.track(monitor, "runs/tensorboard")
 
 
 # ---------------------------------------------------------------------- between two rows

@@ -1,0 +1,110 @@
+"""`moe-rl list`, `--version` and `--settings`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from moe_rl import cli
+from moe_rl.cli.listing import LISTS, WIDTH
+from moe_rl.config import Arm, RunConfig, parse_settings
+from moe_rl.errors import ConfigError
+
+HAS = {
+    "tasks": ("reasoning_gym:<dataset>", "<package.module>:<Class>"),
+    "models": ("qwen3_moe-tiny", "qwen3_moe-fine-pretrained"),
+    "settings": ("optimizer.lr", "measure.detail_every"),
+    "columns": ("expert_change_rate{,_prompt}", "reward_*"),
+    "methods": ("gspo", "trl:gspo"),
+    "figures": ("learning", "against:<factor>[:<metric>]"),
+}
+
+
+@pytest.mark.parametrize("what", LISTS)
+def test_a_list_names_all_in_lines_that_fit(capsys, what):
+    assert cli.main(["list", what]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    names = [line.partition(" ")[0] for line in lines if line[:1] != " "]
+    assert len({*names}) == len(names) and {*HAS[what]} <= {*names} | {" ".join(line.split()[:3]) for line in lines}
+
+
+def test_settings_are_listed_with_their_defaults(capsys):
+    cli.main(["list", "settings"])
+    assert ["optimizer.lr", "0.0002;"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"moe-rl {importlib.metadata.version('moe_rl')}\n"
+
+
+def read(tmp_path, text, *settings):
+    (tmp_path / "own.toml").write_text(text)
+    return parse_settings(RunConfig(arm=Arm(name="a")), settings, tmp_path / "own.toml")
+
+
+def test_a_file_gives_typed_settings_which_set_overrides(tmp_path):
+    text = """
+    top_p = 1
+    hf_checkpoints = [1, 2]
+    "task.reward" = "mine:f"
+    [optimizer]
+    lr = 1e-4
+    betas = [0.8, 0.9]
+    [task]
+    digits = 4
+    [model]
+    dtype = "bfloat16"
+    overrides = {num_experts = 8}
+    """
+    typed = read(tmp_path, text, "optimizer.lr=1e-5", "min_p=0.1")
+    assert typed.pop("optimizer.lr") == 1e-5
+    assert typed == {
+        "top_p": 1,
+        "hf_checkpoints": [1, 2],
+        "task.reward": "mine:f",
+        "optimizer.betas": [0.8, 0.9],
+        "task.digits": 4,
+        "model.dtype": "bfloat16",
+        "model.overrides.num_experts": 8,
+        "min_p": 0.1,
+    }
+    lr = read(tmp_path, "optimizer.lr = 1e-4")["optimizer.lr"]
+    assert (lr, type(lr)) == (1e-4, float) and read(tmp_path, "optimizer.lr = '1e-4'") == {"optimizer.lr": 1e-4}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("optimizer.learning = 1", "own.toml: no setting is called 'optimizer.learning'"),
+        ("[optimiser]\nlr = 1", "own.toml: no setting is called 'optimiser.lr': did you mean optimizer.lr"),
+        ("optimizer.lr = -1", "own.toml: optimizer.lr=-1: "),
+        ("top_k = 1.5", "own.toml: top_k=1.5"),
+        ("seed = 3", "own.toml: seed is no such setting"),
+        ("optimizer.lr = 1e", "own.toml: .* Write TOML"),
+        ("top_k = 1\ntop_k = 2", "own.toml: .* Write TOML"),
+    ],
+)
+def test_an_error_of_a_file_names_it_and_the_key(tmp_path, text, said):
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, text)
+
+
+def test_an_error_of_set_does_not_name_the_file(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, "optimizer.lr = 1e-4", "top_k=-1")
+    assert "own.toml" not in str(error.value)
+
+
+def test_a_command_takes_the_file(tmp_path, capsys):
+    (tmp_path / "own.toml").write_text("prompts_per_stepp = 3")
+    code = cli.main(["run", "routing_replay", "--settings", str(tmp_path / "own.toml"), "--dry-run"])
+    assert code == 2 and "own.toml: no setting is called 'prompts_per_stepp'" in capsys.readouterr().err
+    code = cli.main(
+        ["checkpoint", "evaluate", "none", "--task", "running_sums", "--settings", str(tmp_path / "own.toml")]
+    )
+    assert code == 2 and "own.toml: no setting is called 'prompts_per_stepp'" in capsys.readouterr().err
