@@ -26,6 +26,7 @@ from moe_rl.results.tables import Shown
 
 RIGHT = 1 - 1e-6
 """The least reward of a right completion."""
+MEANS = ["reward", "math_verify", "response_tokens", "truncated"]
 Problems = Mapping[int, float]
 
 
@@ -61,7 +62,7 @@ def of_problems(rows: pd.DataFrame) -> Mapping[str, Problems]:
     """Every metric as a value per problem, from the rows of `evaluations` of one checkpoint on one benchmark.
 
     With k drawn completions: `avg@k`, the share of right ones, which pass@1 is too; `pass@2`, `pass@4` … and `pass@k`;
-    `maj@k`; `greedy`, whether the greedy one is right; `reward`, and of drawn ones `response_tokens` and `truncated`.
+    `maj@k`; `greedy`, whether the greedy one is right; and of drawn ones the MEANS that there are.
     """
     drawn = rows[rows["sample"] != GREEDY]
     metrics: dict[str, dict[int, float]] = {}
@@ -73,7 +74,8 @@ def of_problems(rows: pd.DataFrame) -> Mapping[str, Problems]:
             powers = sorted({2**i for i in range(1, n.bit_length())} | {n})
             values |= {f"pass@{k}": pass_at(k, n, int(sum(right))) for k in powers}
             values[f"maj@{n}"] = majority(votes, right)
-        values |= {name: float(group[name].mean()) for name in ("reward", "response_tokens", "truncated")}
+        means = group.reindex(columns=MEANS).astype("float64").mean().dropna()
+        values |= {str(name): float(value) for name, value in means.items()}
         for name, value in values.items():
             metrics.setdefault(name, {})[int(problem)] = value
     greedy = rows[rows["sample"] == GREEDY]

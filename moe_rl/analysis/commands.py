@@ -23,13 +23,13 @@ EVALUATED = (
 """Settings of a run that an evaluation has, too, beside the engine's."""
 
 
+CHECKPOINTS = argument(
+    "checkpoints", nargs="+", metavar="CHECKPOINT", help="folders, hub names, or a folder of several"
+)
+
+
 @verb(
-    argument(
-        "checkpoints",
-        nargs="+",
-        metavar="CHECKPOINT",
-        help="two or more: folders, names on the Hugging Face hub, or a folder that contains several",
-    ),
+    CHECKPOINTS,
     argument("--data", required=True, help="JSONL: prompt and response, chat messages, or text"),
     argument("--out", type=Path, default=Path("volatility"), help="folder to write (default: volatility)"),
     DEVICE,
@@ -68,36 +68,17 @@ def compare(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument(
-        "checkpoints",
-        nargs="+",
-        metavar="CHECKPOINT",
-        help="folders, names on the Hugging Face hub, or a folder that contains several; the first is the baseline",
-    ),
-    argument(
-        "--data", action="append", default=[], metavar="FILE", help="JSONL with question and answer; may be repeated"
-    ),
-    argument(
-        "--task",
-        action="append",
-        default=[],
-        metavar="TASK",
-        help="task, e.g. reasoning_gym:gsm_symbolic (docs/tasks.md); may be repeated",
-    ),
+    CHECKPOINTS,
+    argument("--data", action="append", default=[], metavar="FILE", help="JSONL, gsm8k or gsm8k=FILE; may be repeated"),
+    argument("--task", action="append", default=[], metavar="TASK", help="task (docs/tasks.md); may be repeated"),
     argument("-k", type=int, default=16, metavar="N", help="completions per problem (default: 16)"),
     argument("--greedy", action="store_true", help="also sample the greedy completion"),
     argument("--problems", type=int, metavar="N", help="problems per benchmark (default: all of a file)"),
-    argument("--match", default="math", help="how answers of a file match: math or exact (default: math)"),
+    argument("--match", default="math", help="how answers of a file match: math, integer or exact (default: math)"),
     argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)"),
     argument("--max-tokens", type=int, default=2048, metavar="N", help="longest completion (default: 2048)"),
     argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"),
-    argument(
-        "--at-once",
-        type=int,
-        default=0,
-        metavar="N",
-        help="problems at a time (default: 512 completions); an interruption loses as many",
-    ),
+    argument("--at-once", type=int, default=0, metavar="N", help="problems at a time (default: 512 completions)"),
     DEVICE,
     DTYPE,
     SET,
@@ -108,7 +89,9 @@ def compare(options: argparse.Namespace) -> int:
   moe-rl checkpoint evaluate sft/ rl-500/ --data a.jsonl --data b.jsonl -k 16
   moe-rl checkpoint evaluate runs/x/gspo/base/seed=0 --data aime.jsonl   a run's
   moe-rl checkpoint evaluate rl-500/ --task running_sums --problems 100
-A line of a file: {"question": "…", "answer": "…"}. The same command goes on.""",
+  moe-rl checkpoint evaluate rl-500/ --data gsm8k --data math500=copy.parquet
+A line of a file: {"question": "…", "answer": "…"}. By name: gsm8k, math500,
+aime2024, aime2025. After an interruption the same command goes on.""",
 )
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate checkpoints; completions and tables into `--out`."""
@@ -119,10 +102,14 @@ def evaluate(options: argparse.Namespace) -> int:
     from moe_rl.analysis.folders import checkpoints_of
     from moe_rl.config import Arm, ModelConfig, RunConfig, parse_settings
     from moe_rl.registry import Component
+    from moe_rl.tasks.published import PUBLISHED
 
-    tasks = [Component(f"jsonl:{file}", match=options.match) for file in options.data] + [
-        Component(task) for task in options.task
+    data = [(text, *text.partition("=")[::2]) for text in options.data]
+    files = [
+        (file or name, {"benchmark": name}) if name in PUBLISHED else (text, {"match": options.match})
+        for text, name, file in data
     ]
+    tasks = [Component(f"jsonl:{file}", **how) for file, how in files] + [*map(Component, options.task)]
     if not tasks:
         raise ConfigError("no problems were given. Use --data FILE.jsonl, or --task NAME with --problems N.")
     run = RunConfig(

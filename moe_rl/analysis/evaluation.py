@@ -9,6 +9,7 @@ out/
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -51,6 +52,7 @@ from moe_rl.storage.lock import Lock
 from moe_rl.storage.provenance import DATA, inputs_of
 from moe_rl.tasks.base import AnyTask, held_out, load_task, once
 from moe_rl.tasks.jsonl import JsonlTask
+from moe_rl.tasks.matching import verified
 from moe_rl.trainer import sampling_of
 from moe_rl.types import Prompt
 
@@ -66,7 +68,6 @@ SCORERS = ("math-verify", "reasoning-gym")
 """Packages that may decide rewards."""
 ROWS = 512
 """Completions that are sampled in one call, as `HFEngine` holds them in one pass."""
-COLUMNS = ("problem", "sample", "reward", "response_tokens", "truncated", "vote")
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,11 @@ def benchmark(use: Component, problems: int | None = None) -> Benchmark:
     task, (kind, _, name) = load_task(use), use.name.partition(":")
     inputs = {} if use.name.startswith(DATA) else inputs_of({"task": plain(use)})
     if isinstance(task, JsonlTask):
-        scored = str(Component(kind, **{"match": "exact"} | dict(use.options)))
+        scored = str(Component(kind, **{"match": task.match} | dict(use.options)))
         if problems is not None and problems > len(task):
             raise ConfigError(f"--problems {problems} is too many: {name} has {len(task)} different questions")
         asked = once(task.lines) if problems is None else held_out(task, problems)
-        return Benchmark(Path(name).stem, task, asked, scored, inputs)
+        return Benchmark(use.options.get("benchmark", Path(name).stem), task, asked, scored, inputs)
     if problems is None:
         raise ConfigError(f"{use.name} can give any number of prompts. Choose the number with --problems.")
     return Benchmark(re.sub(r"[^\w.-]+", "_", name or kind), task, held_out(task, problems), str(use), inputs)
@@ -231,6 +232,8 @@ def ask(
         )
         for i, prompt in enumerate(part, start=first):
             samples = [row | {"text": rollout.text} for row, rollout in completions if row["problem"] == i]
+            if isinstance(task, JsonlTask) and task.match != "exact" and importlib.util.find_spec("math_verify"):
+                samples = [one | {"math_verify": float(verified(prompt.answer or "", one["text"]))} for one in samples]
             line = {"problem": i, "question": prompt.text, "answer": prompt.answer, "samples": samples}
             lines.append(json.dumps(line) + "\n")
         with file.open("a", encoding="utf-8") as out:
@@ -274,7 +277,7 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             for sample in json.loads(line)["samples"]:
-                yield {key: value for key, value in sample.items() if key in COLUMNS or key.startswith("reward_")}
+                yield {key: value for key, value in sample.items() if key != "text"}
 
 
 # ---------------------------------------------------------------------- small parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from moe_rl.cli.verbs import argument, verb
 
@@ -16,7 +16,6 @@ WIDTH = 100
     argument("what", choices=LISTS, metavar="WHAT", help=", ".join(LISTS)),
     examples="""
   moe-rl list settings      with their defaults
-  moe-rl list columns       of every table
 Runs are listed by `moe-rl runs list`.""",
 )
 def list_names(options: argparse.Namespace) -> int:
@@ -28,40 +27,35 @@ def list_names(options: argparse.Namespace) -> int:
     return 0
 
 
-def _names(what: str) -> Iterator[tuple[str, str | None]]:
+def _names(what: str) -> Iterable[tuple[str, str | None]]:
     if what == "tasks":
         from moe_rl.registry import import_component
         from moe_rl.tasks.base import CHOICES, TASKS
 
         docs = [import_component("task", name, path).__doc__ for name, (path, _) in TASKS.items()]
-        yield from zip(CHOICES, [*docs, "Your own: docs/tasks.md."], strict=True)
-    elif what == "models":
+        return zip(CHOICES, [*docs, "Your own: docs/tasks.md."], strict=True)
+    if what == "models":
         from moe_rl.config import SHIPPED
         from moe_rl.models.load import PRESETS
 
-        yield from (
-            (name, f"{PRESETS[name][0]}, untrained" if name in PRESETS else "trained") for name in (*PRESETS, *SHIPPED)
-        )
-        yield "<folder or name>", "a checkpoint, on this machine or on the Hugging Face hub"
-    elif what == "settings":
+        return [(name, "untrained") for name in PRESETS] + [(name, "trained") for name in [*SHIPPED, "<checkpoint>"]]
+    if what == "settings":
         from moe_rl.config import RunConfig, fields_of, plain
 
-        for name, field in fields_of(RunConfig):
-            default = "" if field.is_required() else f"{plain(field.get_default())!r}; "
-            yield name, f"{default}{field.description or ''}"
-    elif what == "columns":
+        fields = fields_of(RunConfig)
+        return ((name, f"{plain(field.get_default())!r}; {field.description or ''}") for name, field in fields)
+    if what == "columns":
         from moe_rl.storage.columns import DICTIONARY
 
-        yield from ((c.name, f"{c.formula} [{c.unit}; {c.tables}]") for group in DICTIONARY.values() for c in group)
-    elif what == "methods":
+        return ((c.name, f"{c.formula} [{c.unit}; {c.tables}]") for group in DICTIONARY.values() for c in group)
+    if what == "methods":
         from moe_rl.objectives.methods_page import distinct_presets, table
 
-        yield from ((m.name, f"{m.arm}; {m.source}") for m in (*table.methods().values(), *distinct_presets()))
-    else:
-        from moe_rl.results.figures import ACROSS, FIGURES
+        return ((m.name, f"{m.arm}; {m.source}") for m in (*table.methods().values(), *distinct_presets()))
+    from moe_rl.results.figures import ACROSS, FIGURES
 
-        yield from ((name, figure.__doc__) for name, figure in FIGURES.items())
-        yield f"{ACROSS}<factor>[:<metric>]", "the endpoint, or another metric, over a factor"
+    across = (f"{ACROSS}<factor>[:<metric>]", "the endpoint, or another metric, over a factor")
+    return [*((name, figure.__doc__) for name, figure in FIGURES.items()), across]
 
 
 @verb(

@@ -34,24 +34,12 @@ TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
     argument("--launcher", default="local", metavar="NAME", help="slurm, or a file with its settings: docs/studies.md"),
     argument("--task", help="reasoning_gym:…, jsonl:FILE, module:Class (docs/tasks.md)"),
     argument("--arms", metavar="A,B", help="run only these arms of the study"),
-    argument(
-        "--arm",
-        action="append",
-        default=[],
-        metavar="ARM",
-        help="run this arm instead; without comparisons of the study, the first one is the baseline",
-    ),
+    argument("--arm", action="append", default=[], metavar="ARM", help="run this arm instead; the first: baseline"),
     SET,
     SETTINGS,
     argument("--policy", metavar="NAME", help="hf, or on several processes fsdp or 'megatron(ep=2)'"),
     argument("--trainer", metavar="NAME", help="verl: train with verl's PPO trainer (docs/your_trainer.md)"),
-    argument(
-        "--track",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="tensorboard or wandb, or NAME=FOLDER (docs/studies.md)",
-    ),
+    argument("--track", action="append", default=[], metavar="NAME", help="tensorboard or wandb, or NAME=FOLDER"),
     MIX_CODE,
     examples="""
   moe-rl run routing_replay --dry-run     print cost and warnings

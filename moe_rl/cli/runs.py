@@ -76,12 +76,7 @@ def show(options: argparse.Namespace) -> int:
 @verb(
     argument("run", type=Path),
     argument("--step", metavar="N[:M]", help="a step, or a range of steps (default: the last stored)"),
-    argument(
-        "--sort",
-        default="reward",
-        metavar="BY",
-        help="reward, length, ratio, advantage, clipped, flips or step (default: reward)",
-    ),
+    argument("--sort", default="reward", metavar="BY", help="or length, ratio, advantage, clipped, flips or step"),
     argument("--best", type=int, metavar="N", help="the N highest of all steps, or of --step"),
     argument("--worst", type=int, metavar="N", help="the N lowest of them"),
     argument("--page", type=Path, metavar="FILE", help="write a web page of all steps instead"),

@@ -315,25 +315,21 @@ monitor = Monitor
 
 
 def track(monitor: Monitor, writer: Any) -> Monitor:
-    """Give each row of a monitor to a TensorBoard `SummaryWriter` or a W&B run, as `moe_rl/<column>`; those of layers
-    as `moe_rl/<column>/moe_layer_<n>`. The x axis is the number of the block. On several ranks one of them tracks.
-    Raises ConfigError for a writer without `add_scalar` and `log`."""
-    add: Any = getattr(writer, "add_scalar", None)
-    log: Any = getattr(writer, "log", None)
-    if not callable(add or log):
+    """Give each row of a monitor to a TensorBoard `SummaryWriter` or a W&B run, as `moe_rl/<column>`, and those of
+    layers as `moe_rl/<column>/moe_layer_<n>`, over the number of the block. On several ranks one of them tracks."""
+    if not (scalars := hasattr(writer, "add_scalar")) and not hasattr(writer, "log"):
         raise ConfigError(f"{writer!r:.80} has no add_scalar or log. Give a TensorBoard SummaryWriter, or a W&B run.")
-    if not add and hasattr(writer, "define_metric"):
-        writer.define_metric("moe_rl/*", step_metric="moe_rl/block")  # rows would else take steps of the trainer's own
+    if not scalars and hasattr(writer, "define_metric"):
+        writer.define_metric("moe_rl/*", step_metric="moe_rl/block")  # the run's own step is the trainer's
 
     def listen(block: int, row: Row) -> None:
         values = {f"moe_rl/{name}": value for name, value in row.items()}
         for layer in monitor.layers:
-            measured = {name: value for name, value in layer.items() if name not in ("moe_layer", "layer")}
-            values |= {f"moe_rl/{name}/moe_layer_{layer['moe_layer']}": value for name, value in measured.items()}
-        for name, value in values.items() if add else ():
-            add(name, value, block)
-        if not add:
-            log(values | {"moe_rl/block": block})
+            values |= {f"moe_rl/{n}/moe_layer_{layer['moe_layer']}": x for n, x in layer.items() if "layer" not in n}
+        if not scalars:
+            writer.log(values | {"moe_rl/block": block})
+        for name, value in values.items() if scalars else ():
+            writer.add_scalar(name, value, block)
 
     monitor.listeners.append(listen)
     return monitor

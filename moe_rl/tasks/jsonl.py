@@ -12,6 +12,7 @@ from moe_rl.errors import ConfigError
 from moe_rl.registry import Positive
 from moe_rl.tasks.json_lines import objects
 from moe_rl.tasks.matching import matcher, same_answers
+from moe_rl.tasks.published import PUBLISHED, entries
 from moe_rl.tasks.rewards import Functions
 from moe_rl.types import Prompt
 
@@ -21,34 +22,37 @@ class JsonlTask:
 
     A completion is right, by `match`, if it is the answer (`exact`), or if an expression in it has the answer's value
     (`math`, see `tasks.matching`). `reward`, in the place of `match`, names a function of your own, `pkg.module:name`,
-    and `rewards` several; the other options are theirs: `tasks.rewards`. Lines are drawn in seeded passes, each once
-    per pass.
+    and `rewards` several; the other options are theirs: `tasks.rewards`. With `benchmark` the file has the columns of a
+    published one, or is its name. Lines are drawn in seeded passes, each once per pass.
     """
 
     def __init__(
         self,
         file: str,
         *,
-        match: Literal["exact", "math"] = "exact",
+        match: Literal["exact", "math", "integer"] = "exact",
+        benchmark: str | None = None,
         reward: str | None = None,
         rewards: Sequence[str] = (),
         reward_weights: Sequence[float] | None = None,
         reward_range: Sequence[float] = (0.0, 1.0),
         reward_timeout: Positive | None = None,
     ) -> None:
-        self._right, self._match = matcher(match), match
         options, given = (rewards, reward_weights, reward_range, reward_timeout), [*rewards, *filter(None, [reward])]
         if given and match != "exact" or reward and rewards or not given and options != ((), None, (0.0, 1.0), None):
             raise ConfigError(
                 f"task 'jsonl:{file}': match={match!r}, reward={reward!r}, rewards={rewards!r}. Set one of the three. "
                 "Weights, a range and a time limit need reward or rewards."
             )
-        path = Path(file).expanduser()
-        if not path.is_file():
+        path = None if file == benchmark else Path(file).expanduser()
+        if path and not path.is_file():
             raise ConfigError(f"task 'jsonl:{file}': file not found (searched at {path.absolute()})")
+        published = entries(benchmark, path) if benchmark else ()
+        self.match: str = PUBLISHED[benchmark][0] if benchmark in PUBLISHED and match == "exact" else match
+        self._right = matcher(self.match)
         self.lines: list[Prompt] = []
         first: dict[str, tuple[str, Prompt]] = {}
-        for where, _, entry in objects(path):
+        for where, entry in published or ((where, entry) for where, _, entry in objects(Path(file).expanduser())):
             self.lines.append(prompt := _prompt(entry, where))
             before, known = first.setdefault(prompt.text, (where, prompt))
             if known.answer != prompt.answer:
@@ -57,7 +61,7 @@ class JsonlTask:
                     f"{known.answer!r} at {before}. Remove one."
                 )
         if not self.lines:
-            raise ConfigError(f'{path} contains no line such as {{"question": "1+1=", "answer": "2"}}')
+            raise ConfigError(f'{path} has no line such as {{"question": "1+1=", "answer": "2"}}')
         keys = dict.fromkeys(key for prompt in self.lines for key in prompt.entry)
         self._own = Functions(given, *options[1:], keys) if given else None
 
@@ -84,8 +88,8 @@ class JsonlTask:
         return [float(self._right(p.answer or "", text)) for p, text in zip(prompts, completions, strict=True)]
 
     def votes(self, prompt: Prompt, completions: Sequence[str]) -> list[int | None]:
-        """See `tasks.base.votes_of`; with `math`, expressions of one value are the same."""
-        return same_answers(self._match, completions)
+        """See `tasks.base.votes_of`; with `math`, expressions of one value are the same, and equal integers."""
+        return same_answers(self.match, completions)
 
 
 def _prompt(entry: Mapping[str, Any], where: str) -> Prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,13 +26,28 @@ def mathematical(answer: str, completion: str) -> bool:
     The answer is its last \\boxed{…}, else the text after its last ####, else all of it. Any expression of equal value
     is right, even that of the question.
     """
-    if exact(answer, completion):
-        return True
-    gold = answer if r"\boxed" in answer else f"\\boxed{{{answer.rpartition('####')[2].strip()}}}"
-    return _equal(gold, completion)
+    return exact(answer, completion) or verified(answer, completion)
 
 
-MATCHES: dict[str, Match] = {"exact": exact, "math": mathematical}
+def verified(answer: str, completion: str) -> bool:
+    """What math-verify alone finds."""
+    return _equal(answer if r"\boxed" in answer else f"\\boxed{{{answer.rpartition('####')[2].strip()}}}", completion)
+
+
+def integer(answer: str, completion: str) -> bool:
+    """Whether its last \\boxed{…}, else what follows its last ####, else all of it ends in the answer's number."""
+    return last_number(completion) == last_number(answer) != ""
+
+
+def last_number(text: str) -> str:
+    """That number, in one form; "" without one."""
+    boxed = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    part = boxed[-1] if boxed else text.rpartition("####")[2]
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", part.replace("{,}", ","))
+    return f"{float(numbers[-1].replace(',', '')):.15g}" if numbers else ""
+
+
+MATCHES: dict[str, Match] = {"exact": exact, "math": mathematical, "integer": integer}
 
 
 def matcher(name: str) -> Match:
@@ -43,9 +59,9 @@ def matcher(name: str) -> Match:
 
 def same_answers(match: str, completions: Sequence[str]) -> list[int | None]:
     """For each completion the place of the first one with the same answer: the same text or, with `math`, an expression
-    of equal value. None for an empty text with `math`."""
-    texts = [text.strip() for text in completions]
-    first: dict[str, int | None] = {"": None} if match == "math" else {}
+    of equal value. None for an empty text with `math`, and without a number with `integer`."""
+    texts = [last_number(text) if match == "integer" else text.strip() for text in completions]
+    first: dict[str, int | None] = {} if match == "exact" else {"": None}
     for i, text in enumerate(texts):
         if text not in first:
             alike = (place for other, place in first.items() if match == "math" and other and _equal(other, text))

@@ -49,12 +49,10 @@ class Functions:
         weights = [1.0] * len(names) if weights is None else weights
         if len({*columns, "reward_std", TIMEOUTS}) < len(names) + 2:
             raise ConfigError(f"rewards={[*names]}: give functions of different names, none of them std or timeouts")
-        finite = all(map(math.isfinite, (*weights, *span)))
-        if not finite or len(weights) != len(names) or len(span) != 2 or span[0] >= span[1]:
-            raise ConfigError(
-                f"reward_weights={[*weights]}, reward_range={[*span]}: give {len(names)} finite weights, one for each "
-                "function, and a finite range, the lower end first"
-            )
+        if len(weights) != len(names) or not all(map(math.isfinite, weights)):
+            raise ConfigError(f"reward_weights={[*weights]}: give {len(names)} finite weights, one for each function")
+        if len(span) != 2 or not -math.inf < span[0] < span[1] < math.inf:
+            raise ConfigError(f"reward_range={[*span]}: give two finite numbers, the lower end first")
         for name in names:
             _check(name, keys)
         calls = (Limited(name, timeout) if timeout else partial(_call, name) for name in names)
@@ -110,11 +108,9 @@ class Limited:
             return answer.get()
         self.pool.terminate()
         self.pool = None
-        each = (
-            {key: [value] for key, value in zip(keywords, row, strict=True)}
-            for row in zip(*keywords.values(), strict=True)
-        )
-        return [LATE] if len(keywords["completions"]) == 1 else [self(**one)[0] for one in each]
+        count = len(keywords["completions"])
+        each = [{key: values[i : i + 1] for key, values in keywords.items()} for i in range(count)]
+        return [LATE] if count == 1 else [self(**one)[0] for one in each]
 
 
 def _call(name: str, **keywords: Any) -> Scores:
@@ -142,9 +138,7 @@ def _check(name: str, keys: Collection[str]) -> None:
         raise ConfigError(f"the data has the key {min(taken)!r}, which is a keyword of every reward. Rename the key.")
     parameters = inspect.signature(import_callable("reward", name)).parameters.values()
     given, kinds = {*keys, *OURS, "completion_ids"} - {"prompt", "completion"}, {p.kind for p in parameters}
-    needed = {
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if not needed <= given or inspect.Parameter.POSITIONAL_ONLY in kinds or inspect.Parameter.VAR_KEYWORD not in kinds:
         raise ConfigError(
             f"the reward {name} must take **kwargs and, by keyword, only {', '.join(sorted(given))}, as for TRL. Write "
