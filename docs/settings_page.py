@@ -22,11 +22,11 @@ in `moe_rl/config.py`.
 |---|---|
 | study file | `RunConfig(arm=…, optimizer=Optimizer(lr=1e-4))` |
 | command line | `--set optimizer.lr=1e-4`; arms with `--arm`, seeds and steps with `--seeds` and `--steps` |
-| TOML file | `--settings my.toml` with lines such as `optimizer.lr = 1e-4`; `--set` wins |
+| TOML file | `--settings my.toml`: `optimizer.lr = 1e-4`; `--set` wins |
 | `factors` and `conditions` of a study | dotted keys, such as `optimizer.lr` |
 
-`moe-rl list settings` prints this list. The manifest of a run contains all settings. A `Part` is a name, or a
-`Component` with options, which `--set task.digits=8` sets."""
+The manifest of a run contains all settings. A `Part` is a name, or a `Component` with options, which
+`--set task.digits=8` sets."""
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 

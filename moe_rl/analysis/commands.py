@@ -122,7 +122,7 @@ def evaluate(options: argparse.Namespace) -> int:
     )
     changes = parse_settings(run, options.settings, options.file)
     if idle := [key for key in changes if key not in EVALUATED and not key.startswith("engine.")]:
-        raise ConfigError(f"the setting {idle[0]} has no effect here. Set one of {', '.join(EVALUATED)} or engine.….")
+        raise ConfigError(f"--set {idle[0]} has no effect here. Set one of {', '.join(EVALUATED)} or engine.….")
     run = run.replace(**changes)
     names = [name for folder in options.checkpoints for name in checkpoints_of(folder)]
     summary = measure_evaluations(

@@ -61,7 +61,7 @@ class JsonlTask:
                     f"{known.answer!r} at {before}. Remove one."
                 )
         if not self.lines:
-            raise ConfigError(f'{path} has no line such as {{"question": "1+1=", "answer": "2"}}')
+            raise ConfigError(f'{path} contains no line such as {{"question": "1+1=", "answer": "2"}}')
         keys = dict.fromkeys(key for prompt in self.lines for key in prompt.entry)
         self._own = Functions(given, *options[1:], keys) if given else None
 

@@ -99,10 +99,10 @@ def test_another_number_of_problems_is_said(tmp_path):
 @pytest.mark.parametrize(
     "row, said",
     [
-        ({"prompt": "q", "answer": "1"}, "line 1: .* is no problem of aime2024. Give"),
-        ({"problem": "q", "solution": "1"}, "line 1: .* is no problem of aime2024. Give"),
-        ({"problem": "q", "answer": "x+1"}, "line 1: .* is no problem of aime2024. Give"),
-        ({"problem": "q", "answer": None}, "line 1: .* is no problem of aime2024. Give"),
+        ({"prompt": "q", "answer": "1"}, "row 1: .* is no problem of aime2024. Give"),
+        ({"problem": "q", "solution": "1"}, "row 1: .* is no problem of aime2024. Give"),
+        ({"problem": "q", "answer": "x+1"}, "row 1: .* is no problem of aime2024. Give"),
+        ({"problem": "q", "answer": None}, "row 1: .* is no problem of aime2024. Give"),
     ],
 )
 def test_a_row_of_another_schema_names_its_line(tmp_path, row, said):
