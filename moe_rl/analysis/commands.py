@@ -8,18 +8,8 @@ from pathlib import Path
 from moe_rl.cli.verbs import DEVICE, DTYPE, SET, SETTINGS, TRUST_CODE, argument, verb
 from moe_rl.errors import ConfigError
 
-EVALUATED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "sampling_mask",
-    "max_new_tokens",
-    "stop",
-    "model.device",
-    "model.dtype",
-    "model.router_dtype",
-)
+SAMPLING = "temperature top_p top_k min_p sampling_mask max_new_tokens stop"
+EVALUATED = (*SAMPLING.split(), "model.device", "model.dtype", "model.router_dtype")
 """Settings of a run that an evaluation has, too, beside the engine's."""
 
 

@@ -51,7 +51,8 @@ def _names(what: str) -> Iterable[tuple[str, str | None]]:
     if what == "methods":
         from moe_rl.objectives.methods_page import distinct_presets, table
 
-        return ((m.name, f"{m.arm}; {m.source}") for m in (*table.methods().values(), *distinct_presets()))
+        every = (*table.methods().values(), *distinct_presets())
+        return ((m.name, f"{table.spell_out(table.arm(m.name)).replace('+', ' + ')}; {m.source}") for m in every)
     from moe_rl.results.figures import ACROSS, FIGURES
 
     across = (f"{ACROSS}<factor>[:<metric>]", "the endpoint, or another metric, over a factor")

@@ -141,7 +141,7 @@ def test_what_is_no_reward_names_the_function(made, name, said):
         ({"reward": "own_rewards:placed"}, r"own_rewards:placed must take \*\*kwargs"),
         ({"reward": "own_rewards:lacks"}, "only answer, completion_ids, completions, level, prompts, question"),
         ({"reward": "own_rewards:corect"}, "did you mean correct"),
-        ({"reward": "exact"}, "no reward is called 'exact'"),
+        ({"reward": "exact"}, "reward 'exact': no module 'exact'"),
         ({"reward": "own_rewards:correct", "match": "math"}, "Set one of the three"),
         ({"reward": "own_rewards:correct", "rewards": own("short")}, "Set one of the three"),
         ({"reward_timeout": 2.0}, "a time limit need reward"),
