@@ -222,5 +222,8 @@ def test_a_mixture_scores_each_prompt_by_its_own_task(made, tmp_path):
     prompts = task.prompts(20, 0)
     rewards = compute_rewards(task, [Rollout(p, (1,), torch.zeros(1), p.answer, finished=True) for p in prompts])
     kinds = [prompt.entry["task"] for prompt in prompts]
+    (first, *_) = (replace(prompt, chat=True) for prompt in prompts if prompt.entry["task"] == 0)
+    task.reward(first, "12")
+    assert sys.modules["own_rewards"].SEEN[-1]["completions"] == [[{"role": "assistant", "content": "12"}]]
     assert {0, 1} == {*kinds} and [1 / 8 if kind == 0 else 1.0 for kind in kinds] == rewards
     assert columns_of(rewards) == {"reward_later": 1 / 8}
