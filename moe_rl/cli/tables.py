@@ -48,6 +48,7 @@ def plot(options: argparse.Namespace) -> int:
 @verb(
     argument("folder", type=Path, help="folder of the study's runs or collected tables"),
     argument("--out", type=Path, help="page to write (default: report.html in the folder)"),
+    argument("--all", action="store_true", help="all tables, and the figures of each condition"),
     MIX_CODE,
     TRUST,
     examples="""
@@ -63,7 +64,7 @@ def report(options: argparse.Namespace) -> int:
 
     _make_importable(options)
     out = options.out or replaced(options.folder / "report.html")
-    write_study_page(options.folder, out, mix_code=options.mix_code, trust=options.trust)
+    write_study_page(options.folder, out, mix_code=options.mix_code, trust=options.trust, everything=options.all)
     print(f"{out}: open it in a browser, or print it\n{card_file(out)}: settings and results, as Markdown")
     return 0
 

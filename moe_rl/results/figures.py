@@ -50,6 +50,15 @@ LEARNING = {
     "eval_exact_greedy": "Held-out exact match, greedy",
     "eval_exact_sampled": "Held-out exact match, sampled",
 }
+RATIOS = {
+    "token_ess": ("Token ESS", "effective share of tokens"),
+    "token_log_ratio_var": ("Spread of log-ratios", "variance, nats²"),
+    "clip_tokens": ("Clipping", "share of tokens clipped"),
+}
+LAYERS = {
+    "expert_change_rate": ("Expert change", "expert slots changed"),
+    "load_max_violation": ("Load", "max f / mean f − 1"),
+}
 NONE = pd.Series(dtype=float)
 GAPS = {
     "engine_{}_unconstrained": "engine against\npolicy",
@@ -71,7 +80,7 @@ def learning(
     differences = differences_of(frames, arms, endpoint, comparisons)
     measured = {column: title for column, title in LEARNING.items() if frames["steps"].get(column, NONE).notna().any()}
     panels = measured or LEARNING
-    figure, axes = plots.new_figure(len(panels) + bool(differences), "Does it learn, and does it last?")
+    figure, axes = plots.new_figure(len(panels) + bool(differences), "Reward and held-out match over training")
     note = draw_learning(axes, panels, frames, arms)
     if differences:
         note += draw_differences(axes[-1], differences, arms, endpoint)
@@ -84,19 +93,16 @@ def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frame
         frame, window = windows(frames["steps"], column) if column == "reward" else (frames["steps"], "")
         note = plots.curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
         plots.cold_start(ax, frames["steps"], column)
-        ax.set(title=title, xlabel="step" + window, ylim=(-0.02, 1.02))
-    axes[0].set(ylabel="mean reward, share of prompts")
+        ax.set(title=title, xlabel="step" + window, ylabel="mean reward" if column == "reward" else "share of prompts")
+    plots.same_limits(axes[: len(panels)])
     return note
 
 
 def differences_of(
     frames: Frames, arms: Sequence[str], endpoint: Metric, comparisons: Sequence[Sequence[str]]
 ) -> dict[str, pd.Series]:
-    """The endpoint's differences within seeds, by name; of many arms without contrasts each against the first."""
-    present = [arm for arm in arms if (frames.runs["arm"] == arm).any()]
-    pairs = pairs_of(present, comparisons)
-    if len(pairs) > 2 * plots.ARMS and not comparisons:
-        pairs = [(arm, present[0]) for arm in present[1:]]
+    """The endpoint's differences within seeds, by name."""
+    pairs = pairs_of([arm for arm in arms if (frames.runs["arm"] == arm).any()], comparisons)
     return {f"{a} − {b}": gap for (a, b), gap in gaps(frames, pairs, endpoint).items() if len(gap)}
 
 
@@ -104,7 +110,7 @@ def draw_differences(ax: Axes, differences: Mapping[str, pd.Series], arms: Seque
     """A row per difference, around 0; returns the note."""
     named = {name + f": {stats.EQUAL}" * (not gap.any()): gap for name, gap in differences.items()}
     colours = {name: plots.colour_of(name.partition(" − ")[0], arms) for name in named}
-    rows = plots.rows_of(ax, named, colours)
+    rows = plots.rows_of(ax, named, colours, arms)
     ax.axvline(0, color="black", linewidth=1)
     ax.set(title="Differences within seeds", xlabel=endpoint.name)
     ax.grid(axis="y", visible=False)
@@ -114,27 +120,27 @@ def draw_differences(ax: Axes, differences: Mapping[str, pd.Series], arms: Seque
 @plots.styled
 def clipping(frames: Frames, arms: Sequence[str]) -> Figure:
     """Fraction of response tokens that lose their gradient, over steps and by mini-batch (GSPO, Fig. 2), log axis."""
-    figure, axes = plots.new_figure(2, "How much does clipping take away?", sharey=True)
+    figure, axes = plots.new_figure(2, "Clipped share of tokens", sharey=True)
     over_steps, window = windows(frames["steps"], "clip_tokens")
     note = plots.curves(axes[0], over_steps, "clip_tokens", "step", arms)
-    axes[0].set(title="Over training", xlabel="step" + window, ylabel="clipped share of tokens with an advantage")
+    axes[0].set(title="Over training", xlabel="step" + window)
     by_update = mean_by(frames["updates"], "clip_tokens", "update")
     plots.curves(axes[1], by_update[by_update["update"] > 1], "clip_tokens", "update", arms, marker="o")
     axes[1].set(title="By mini-batch, mean over steps", xlabel="mini-batch index (the first is 0 by construction)")
+    most = max(ax.get_ylim()[1] for ax in axes)
     for ax in axes:
         ax.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
-        ax.set_ylim(0, 1)
+        ax.set(ylim=(0, min(max(most, 1e-3), 1)), ylabel="clipped share of tokens with an advantage")
     return plots.finish(figure, axes, note)
 
 
 @plots.styled
 def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     """Share of expert slots that change over one step, over training and per routing MoE layer (GSPO, section 5.3)."""
-    figure, axes = plots.new_figure(2, "How many experts change in one step?", sharey=True)
+    figure, axes = plots.new_figure(2, "Expert slots that change in one step", sharey=True)
     over_steps, window = windows(frames["steps"], "expert_change_rate")
     note = plots.curves(axes[0], over_steps, "expert_change_rate", "step", arms)
     axes[0].set(title="Over training, all MoE layers", xlabel="step" + window)
-    axes[0].set_ylabel("expert slots changed, 1 − |S ∩ S′| / k")
     plots.curves(
         axes[1],
         mean_by(frames["layers"], "expert_change_rate", "moe_layer"),
@@ -147,7 +153,7 @@ def expert_change(frames: Frames, arms: Sequence[str]) -> Figure:
     for ax in axes:
         ax.axhline(0.1, color=plots.GREY, linewidth=1.2, linestyle=":", label="“roughly 10 %”: GSPO paper, 48 layers")
         ax.yaxis.set_major_formatter(PercentFormatter(1))
-        ax.set_ylim(bottom=0)
+        ax.set(ylim=(0, None), ylabel="expert slots changed, 1 − |S ∩ S′| / k")
     return plots.finish(figure, axes, note)
 
 
@@ -162,7 +168,7 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
     present = [arm for arm in arms if (spread["arm"] == arm).any()]
     if not present:
         raise RunError("no run measured attribution sums, so there is nothing to draw")
-    figure, axes = plots.new_figure(len(present), "How far do log-ratios spread in a step?", sharey=True)
+    figure, axes = plots.new_figure(len(present), "Spread of log-ratios within a step", sharey=True)
     for ax, arm in zip(axes, present, strict=True):
         for name, line in (("unconstrained", "-"), ("replayed", "--")):
             note = plots.curves(
@@ -178,10 +184,8 @@ def ratio_spread(frames: Frames, arms: Sequence[str]) -> Figure:
                 scale="log",
             )
         ax.set_title(arm, color=plots.colour_of(arm, arms))
-        ax.set_xlabel("mini-batch index (the first is 0)")
+        ax.set(xlabel="mini-batch index (the first is 0)", ylabel="std of log-ratio, nats per token", ylim=(0, None))
         ax.legend(loc="upper left")
-    axes[0].set_ylim(bottom=0)
-    axes[0].set_ylabel("std of log-ratio, nats per token")
     return plots.finish(figure, axes, note, legend=False)
 
 
@@ -191,7 +195,7 @@ def variance_shares(frames: Frames, arms: Sequence[str]) -> Figure:
 
     They sum to 1; a share can exceed 1 and the covariance can be negative. The first mini-batch is left out.
     """
-    figure, (ax,) = plots.new_figure(1, "What is the variance of log-ratios associated with?", width=7.5)
+    figure, (ax,) = plots.new_figure(1, "Parts of the variance of log-ratios", width=7.5)
     shares, bands = attribution(frames["updates"][frames["updates"]["update"] > 1], by=[]), []
     for i, arm in enumerate(arms):
         rows = shares[shares["arm"] == arm].dropna(subset=list(SHARES))
@@ -223,7 +227,7 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
     Per arm the mean over steps, beside what is left when the policy replays the engine's routes (R3, arXiv 2510.11370)
     and the noise floor: the policy scoring the same tokens twice.
     """
-    figure, axes = plots.new_figure(3, "How much do engine and policy differ at equal weights?")
+    figure, axes = plots.new_figure(3, "Engine against policy at equal weights")
     per_moe_layer = mean_by(frames["layers"], "engine_any_change_rate", "moe_layer")
     note = plots.curves(axes[0], per_moe_layer, "engine_any_change_rate", "moe_layer", arms, marker="o")
     floor = mean_by(frames["layers"], "noise_floor_any_change_rate", "moe_layer")
@@ -255,20 +259,67 @@ def learning_by_condition(
 ) -> Figure:
     """Training reward and greedy held-out exact match over steps, and the endpoint's differences within seeds: a row of
     panels per condition."""
-    figure, axes = plots.new_figure(3 * len(frames.conditions), "Does it learn, and does it last?")
-    panels = {column: LEARNING[column] for column in ("reward", "eval_exact_greedy")}
+    columns = [c for c in ("reward", "eval_exact_greedy") if frames["steps"].get(c, NONE).notna().any()] or ["reward"]
+    panels, wide = {column: LEARNING[column] for column in columns}, len(columns) + 1
+    figure, axes = plots.new_figure(wide * len(frames.conditions), "Reward and held-out match over training")
     notes: dict[str, str] = {}
     for i, condition in enumerate(frames.conditions):
-        row, here = axes[3 * i : 3 * i + 3], frames.condition(condition)
+        row, here = axes[wide * i : wide * (i + 1)], frames.condition(condition)
         note = draw_learning(row, panels, here, arms)
-        note += draw_differences(row[2], differences_of(here, arms, endpoint, comparisons), arms, endpoint)
+        note += draw_differences(row[-1], differences_of(here, arms, endpoint, comparisons), arms, endpoint)
         notes[note] = f"{notes[note]}, {condition}" if note in notes else condition
-        row[0].set(title=f"{condition}\n{panels['reward']}")
-    limits = [ax.get_xlim() for ax in axes[2::3]]
-    for ax in axes[2::3]:  # one scale, so that rows can be compared
-        ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+        _title(row, condition, frames)
+    plots.same_limits(axes[wide - 1 :: wide], "x")
+    curves = [ax for i, ax in enumerate(axes) if i % wide < wide - 1]
+    plots.same_limits(curves)
     texts = notes if len(notes) == 1 else (f"{names}: {note}" for note, names in notes.items())
-    return plots.finish(figure, [ax for i, ax in enumerate(axes) if i % 3 < 2], "; ".join(texts))
+    return plots.finish(figure, curves, "; ".join(texts))
+
+
+@plots.styled
+def ratios(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Effective sample size of tokens, variance of token log-ratios and clipped share over steps: a row of panels per
+    condition."""
+    return by_condition(frames, arms, "steps", RATIOS, "Importance ratios over training")
+
+
+@plots.styled
+def layers(frames: Frames, arms: Sequence[str]) -> Figure:
+    """Expert change in one step and load of the fullest expert per routing MoE layer, mean over steps: a row of panels
+    per condition."""
+    return by_condition(frames, arms, "layers", LAYERS, "Routing by MoE layer")
+
+
+def by_condition(
+    frames: Frames, arms: Sequence[str], table: str, columns: Mapping[str, tuple[str, str]], title: str
+) -> Figure:
+    """Columns of a table, each a title and a label, over steps or MoE layers; what no run measured has no panel."""
+    measured = [column for column in columns if frames[table].get(column, NONE).notna().any()]
+    if not measured:
+        raise RunError(f"no run measured {', '.join(columns)}, so there is nothing to draw")
+    figure, axes = plots.new_figure(len(measured) * len(frames.conditions), title)
+    for i, condition in enumerate(frames.conditions):
+        row, rows = axes[len(measured) * i :][: len(measured)], frames.condition(condition)[table]
+        for ax, column in zip(row, measured, strict=True):
+            ax.set(title=columns[column][0], ylabel=columns[column][1], xlabel="routing MoE layer")
+            if table == "steps":
+                frame, window = windows(rows, column)
+                ax.set(xlabel="step" + window)
+            else:
+                frame = mean_by(rows, column, "moe_layer")
+            if len(frame):
+                at = "step" if table == "steps" else "moe_layer"
+                note = plots.curves(ax, frame, column, at, arms, marker="" if at == "step" else "o")
+        _title(row, condition, frames)
+    for i in range(len(measured)):
+        plots.same_limits(axes[i :: len(measured)])
+    return plots.finish(figure, axes, note)
+
+
+def _title(axes: Sequence[Axes], condition: str, frames: Frames) -> None:
+    """Name the condition above the titles of its panels, where there are several."""
+    for ax in axes if len(frames.conditions) > 1 else ():
+        ax.set_title(f"{condition}\n{ax.get_title(loc='left')}")
 
 
 @plots.styled
@@ -386,10 +437,12 @@ FIGURES: dict[str, Draw] = {
         variance_shares,
         engine_mismatch,
         learning_by_condition,
+        ratios,
+        layers,
     )
 }
-TOGETHER = ("learning_by_condition",)
-"""Figures of all conditions, as `against:…` are."""
+TOGETHER = ("learning_by_condition", "ratios", "layers")
+"""Figures of all conditions, as `against:…` are. The page of every study shows them."""
 
 
 def draw(name: str, endpoint: str, comparisons: Sequence[Sequence[str]] = ()) -> Draw:

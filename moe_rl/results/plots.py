@@ -6,19 +6,27 @@ is an interval, on the scale of the quantity, so that it never leaves its range.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
@@ -32,22 +40,23 @@ COLOURS = (
     "#D55E00",
     "#009E73",
     "#CC79A7",
+    "#8800FF",
+    "#000000",
+    "#66260D",
+    "#112288",
     "#E69F00",
     "#56B4E9",
-    "#000000",
-    "#0000FF",
-    "#66260D",
-    "#B34DFF",
     "#B3B366",
     "#59004D",
     "#FF738C",
     "#33594D",
     "#A6008C",
     "#806633",
-    "#001A8C",
 )
-"""Okabe and Ito's palette, told apart by people with any common colour blindness; then, each as far as can be from all
-before it in CIELAB, as they are seen with and without one."""
+"""The first eight have a contrast of 3 : 1 or more on white: four of Okabe and Ito, and four that are as far from them
+and each other as can be in CIELAB, seen with and without a common colour blindness."""
+MARKERS = "os^DvPX*"
+"""The marker that goes with each of the first eight colours, and again with each of the next."""
 GREY = "#666666"
 METHODS = {
     "grpo": 0,
@@ -59,12 +68,10 @@ METHODS = {
     "gspo-replay": 4,
     "grpo-tis": 5,
     "tis": 5,
-    "dual-clip": 8,
-    "grpo-clip-matched": 12,
+    "dual-clip": 6,
+    "grpo-clip-matched": 7,
 }
-"""Place in COLOURS of methods that many studies have: each has one colour in all figures."""
-SYMBOLS = {"grpo-replay": "s", "gspo": "^", "gspo_short": "^", "grpo-r3": "D", "r3": "D", "gspo-replay": "v"}
-"""What stands at the means of these methods; of all others a circle."""
+"""Place in COLOURS of methods that many studies have: each has one colour and one marker in all figures."""
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -79,6 +86,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 2,
     "savefig.dpi": 160,
+    "pdf.fonttype": 42,  # TrueType: conferences refuse Type 3
     "svg.hashsalt": "moe_rl",
     "text.parse_math": False,  # a name may hold a $
 }
@@ -94,23 +102,73 @@ LABEL = 70
 """Signs of a legend's label in one line."""
 LEGEND = 1.3
 """Inches of a legend for which a figure has room; it grows by what is more."""
-styled = matplotlib.rc_context(STYLE)
+FORMATS = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None}}
+"""What figures are saved as, and the metadata without which the same tables give the same bytes."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How figures are laid out: `width` inches, by default by the number of panels; on `paper` without a title and
+    note, which a caption holds, in type of 7 to 8 points."""
+
+    width: float = 0.0
+    paper: bool = False
+
+    @property
+    def style(self) -> dict[Any, Any]:
+        """The settings of matplotlib."""
+        small = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "savefig.dpi": 300, "axes.linewidth": 0.6}
+        small |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 7)
+        return STYLE | small if self.paper else STYLE
+
+
+LOOK: ContextVar[Look] = ContextVar("look")
+"""That of the figures that are drawn now, where `using` has set one."""
+Draw = TypeVar("Draw", bound=Callable[..., Any])
+
+
+@contextlib.contextmanager
+def using(look: Look) -> Iterator[None]:
+    """Draw and save with this look."""
+    token = LOOK.set(look)
+    try:
+        yield
+    finally:
+        LOOK.reset(token)
+
+
+def styled(draw: Draw) -> Draw:
+    """Makes a function draw with the settings of LOOK."""
+
+    @functools.wraps(draw)
+    def drawn(*args: Any, **options: Any) -> Any:
+        with matplotlib.rc_context(LOOK.get(Look()).style):
+            return draw(*args, **options)
+
+    return cast(Draw, drawn)
 
 
 def colour_of(arm: str, arms: Sequence[str]) -> str:
-    """The colour of a method, and of any other arm by its place in the study's order, among the colours that are left.
-    A difference `a − b` has the colour of `a`."""
+    """The colour of an arm; a difference `a − b` has that of `a`."""
+    return COLOURS[_slot(arm, arms) % len(COLOURS)]
+
+
+def symbol_of(arm: str, arms: Sequence[str] = ()) -> str:
+    """What stands at the means of an arm, or of a difference `a − b`: that of `a`. Without an order only the METHODS
+    have one of their own."""
+    return MARKERS[_slot(arm, arms or (arm.partition(" − ")[0],)) % len(MARKERS)]
+
+
+def _slot(arm: str, arms: Sequence[str]) -> int:
+    """The place of a method, and of any other arm by the study's order among the places that are left."""
     arm = arm.partition(" − ")[0]
     if arm in METHODS:
-        return COLOURS[METHODS[arm]]
+        return METHODS[arm]
+    if arms == (arm,):
+        return 0
     taken = {METHODS[other] for other in arms if other in METHODS}
-    free = [colour for i, colour in enumerate(COLOURS) if i not in taken]
+    free = [i for i in range(len(COLOURS)) if i not in taken]
     return free[[other for other in arms if other not in METHODS].index(arm) % len(free)]
-
-
-def symbol_of(name: str) -> str:
-    """What stands at the means of an arm, or of a difference `a − b`: that of `a`."""
-    return SYMBOLS.get(name.partition(" − ")[0], "o")
 
 
 def dashes_of(arm: str, arms: Sequence[str]) -> str:
@@ -128,45 +186,95 @@ def scale_of(column: str, values: np.ndarray) -> str:
 
 # ---------------------------------------------------------------------- figures
 def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """An empty figure with panels in rows of three at most; `width` in inches, by default by their number."""
-    rows = -(-panels // ROW)
+    """An empty figure with panels in rows of three at most; `width` in inches, by default by their number. A width that
+    LOOK has decides instead, and how many panels fit into a row."""
+    look = LOOK.get(Look())
+    rows = -(-panels // min(ROW, max(1, int(look.width / (2 if look.paper else 3.2))) if look.width else ROW))
     columns = -(-panels // rows)
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
-    figure = Figure(figsize=(width or 4.2 * max(columns, 2), 4.4 + 3.2 * (rows - 1)), layout=layout)
+    layout = ConstrainedLayoutEngine(w_pad=0.03 if look.paper else 0.08, h_pad=0.03 if look.paper else 0.06)
+    size = (width or 4.2 * max(columns, 2), 4.4 + 3.2 * (rows - 1))
+    if look.width:
+        size = look.width, rows * min(max(0.65 * look.width / columns, 1.8), 2.4) * (1 if look.paper else 1.4)
+    figure = Figure(figsize=size, layout=layout)
     axes = figure.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
     for ax in axes[panels:]:
         ax.remove()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
+    if not look.paper:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
     return figure, list(axes[:panels])
 
 
 def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> Figure:
-    """Legend and note below the panels; the note alone where panels have legends of their own."""
-    note = textwrap.fill(note, int(13 * figure.get_figwidth()))
-    if legend:
-        entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-        handles, labels = list(entries.values()), [_in_lines(label) for label in entries]
+    """Legend and note below the panels; the note alone where panels have legends of their own. The note is also the
+    figure's label, for a caption."""
+    look = LOOK.get(Look())
+    figure.set_label(note)
+    for ax in figure.axes:  # of panels that share a scale only the first of a row names it
+        spec = ax.get_subplotspec()
+        if spec and not spec.is_first_col() and len(ax.get_shared_y_axes().get_siblings(ax)) > 1:
+            ax.set_ylabel("")
+    if look.paper:
+        _thin(figure)
+    if look.width:
+        _wrap(figure)
+    note = "" if look.paper else textwrap.fill(note, int(13 * figure.get_figwidth()))
+    entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    if legend and (entries or note):
+        most = min(LABEL, int(15 * figure.get_figwidth() - 10)) if look.width else LABEL
+        handles, labels = list(entries.values()), [_in_lines(label, most) for label in entries]
         for columns in range(max(len(labels), 1), 0, -1):
             box = figure.legend(
-                handles, labels, loc="outside lower center", ncols=columns, title=note, title_fontsize=9
+                handles, labels, loc="outside lower center", ncols=columns, title=note or None, title_fontsize=9
             )
             if columns == 1 or box.get_window_extent().width < figure.bbox.width:
                 break
             box.remove()
         box.get_title().set_color("#555555")
-        above = box.get_window_extent().height / figure.dpi - LEGEND
+        above = box.get_window_extent().height / figure.dpi - LEGEND * (not look.width)
         figure.set_figheight(figure.get_figheight() + max(above, 0))
-    else:
+    elif note:
         figure.supxlabel(note, fontsize=9, color="#555555")
     return figure
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write `<name>.png` and `<name>.svg`, the same bytes for the same tables; returns their paths."""
+def _thin(figure: Figure) -> None:
+    """Lines and markers for a page on which text has 7 to 8 points."""
+    for artist in figure.findobj(lambda one: isinstance(one, Line2D | LineCollection)):
+        artist.set_linewidth(np.maximum(0.55 * np.asarray(artist.get_linewidth()), 0.5))  # type: ignore[attr-defined]
+        if isinstance(artist, Line2D):
+            artist.set_markersize(0.7 * artist.get_markersize())
+
+
+def _wrap(figure: Figure) -> None:
+    """Break titles and labels that are longer than their panel, and turn ticks that would overlap."""
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        box = ax.get_window_extent()
+        titles = [one for one in ax.get_children() if isinstance(one, Text) and one.get_text()]
+        for text in (*titles, ax.xaxis.label, ax.yaxis.label):
+            lines, long = text.get_text().split("\n"), text.get_window_extent()
+            over = long.height / box.height if text is ax.yaxis.label else long.width / box.width
+            if over > 1:
+                most = int(max(map(len, lines)) / over)
+                text.set_text("\n".join(textwrap.fill(line, most) for line in lines))
+        boxes = [tick.get_window_extent() for tick in ax.get_xticklabels() if tick.get_text()]
+        if any(a.x1 > b.x0 and a.x0 < b.x1 for a, b in itertools.pairwise(boxes)):
+            ax.tick_params("x", rotation=30)
+
+
+def same_limits(axes: Sequence[Axes], which: str = "y") -> None:
+    """Give panels one scale, which holds what each of them holds, so that they can be compared."""
+    limits = [getattr(ax, f"get_{which}lim")() for ax in axes]
+    for ax in axes:
+        getattr(ax, f"set_{which}lim")(min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write `<name>.<format>` in every format, the same bytes for the same tables; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [replaced(folder / f"{name}.png"), replaced(folder / f"{name}.svg")]
-    write(figure, paths[0], metadata={"Software": None})
-    write(figure, paths[1], metadata={"Date": None, "Creator": None})
+    paths = [replaced(folder / f"{name}.{form}") for form in formats]
+    for path, form in zip(paths, formats, strict=True):
+        write(figure, path, metadata=FORMATS[form])
     return paths
 
 
@@ -175,7 +283,7 @@ def write(figure: Figure, file: Path | BytesIO, **how: Any) -> None:
     scaled = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() != "linear"]
     for text in (text for axis in scaled for text in axis.get_ticklabels(which="both")):
         text.set_parse_math(True)
-    with matplotlib.rc_context(STYLE | {"text.parse_math": bool(scaled)}):
+    with matplotlib.rc_context(LOOK.get(Look()).style | {"text.parse_math": bool(scaled)}):
         figure.savefig(file, **how)
 
 
@@ -222,7 +330,7 @@ def curves(
             b.mean,
             color=colour,
             linestyle=dashes_of(arm, order or arms) if linestyle == "-" else linestyle,
-            marker=marker and symbol_of(arm),
+            marker=marker and symbol_of(arm, order or arms),
             markersize=4.5,
             markerfacecolor=colour if linestyle == "-" else "white",
             label=label or arm,
@@ -233,7 +341,7 @@ def curves(
     if not bands:
         raise RunError(f"no run measured {column!r}, so there is nothing to draw")
     if x in ("step", "update", "moe_layer"):
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     return note_of(bands, "band", "thin lines" if seeds_drawn else "")
 
 
@@ -269,22 +377,21 @@ def marks(ax: Axes, rows: pd.DataFrame, arm: str, arms: Sequence[str], offset: f
     for seed, row in rows.iterrows():
         ax.plot(x, row, ".", color=colour, alpha=0.35, markersize=5, gid=f"{arm} seed={seed} {rows.columns[0]}")
     whiskers(ax, x, b, colour)
-    ax.plot(x, b.mean, symbol_of(arm), color=colour, markersize=6, gid=f"{arm} mean {rows.columns[0]}")
+    ax.plot(x, b.mean, symbol_of(arm, arms), color=colour, markersize=6, gid=f"{arm} mean {rows.columns[0]}")
     return b
 
 
-def rows_of(ax: Axes, values: Mapping[str, pd.Series], colours: Mapping[str, str]) -> str:
-    """A row per name: its seeds as dots, their mean, its interval. Returns the note."""
+def rows_of(ax: Axes, values: Mapping[str, pd.Series], colours: Mapping[str, str], arms: Sequence[str] = ()) -> str:
+    """A row per name: its seeds as dots, their mean, its interval; `arms` fix the markers. Returns the note."""
     bands = []
     for i, (name, seeds) in enumerate(values.items()):
         b = band(seeds.to_numpy(dtype=float)[:, None])
         ax.plot(seeds, np.full(len(seeds), i), ".", color=colours[name], alpha=0.4, markersize=6, gid=f"{name} seeds")
         whiskers(ax, i, b, colours[name], upright=False)
-        ax.plot(b.mean, i, symbol_of(name), color=colours[name], markersize=5.5, gid=f"{name} mean")
+        ax.plot(b.mean, i, symbol_of(name, arms), color=colours[name], markersize=5.5, gid=f"{name} mean")
         bands.append(b)
-    ax.set(
-        yticks=range(len(values)), yticklabels=[_in_lines(name, 24) for name in values], ylim=(len(values) - 0.4, -0.6)
-    )
+    names = [_in_lines(name, 16 if LOOK.get(Look()).width else 24) for name in values]
+    ax.set(yticks=range(len(values)), yticklabels=names, ylim=(len(values) - 0.4, -0.6))
     return note_of(bands, "whisker", "dots") if bands else ""
 
 
@@ -319,7 +426,8 @@ def _in_lines(label: str, width: int = LABEL) -> str:
     """The label, broken after its + and commas, or before its −, where it is longer than a line."""
     lines = [""]
     for piece in re.split(r"(?<=[+,])|(?= − )", label):
-        if lines[-1] and len(lines[-1] + piece) > width:
-            lines.append("    ")
-        lines[-1] += piece
+        for part in textwrap.wrap(piece, width - 4, drop_whitespace=False) or [piece]:
+            if lines[-1] and len(lines[-1] + part) > width:
+                lines.append("    ")
+            lines[-1] += part
     return "\n".join(lines)

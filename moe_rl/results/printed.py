@@ -87,7 +87,7 @@ def print_study(
     condition. `only` restricts it to some runs. Code that the folder names is run only with `trust`: see
     `read_declaration`. `study_file` is the study's file, where it is known."""
     from moe_rl.results.summary import verdict_of
-    from moe_rl.results.tables import short_table, study_tables, untrained, without_effect
+    from moe_rl.results.tables import cautions, short_table, study_tables, untrained, without_effect
     from moe_rl.storage.frames import load_study
 
     declared = read_declaration(folder, trust)
@@ -116,8 +116,8 @@ def print_study(
         say(console, f"every table: moe-rl plot {folder} --all\na page: moe-rl report {folder}")
     for warning in filter(None, (untrained(frames), without_effect(frames, declared))):
         say(console, ("Warning", "bold yellow"), f": {warning}", wrap=True)
-    if declared["caution"]:
-        say(console, ("Caution", "bold"), f": {declared['caution']}", wrap=True)
+    if caution := cautions(frames, declared):
+        say(console, ("Caution", "bold"), f": {caution}", wrap=True)
 
 
 def print_table(console: Console, shown: Shown) -> None:

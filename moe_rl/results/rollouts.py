@@ -123,8 +123,9 @@ def write_page(package: str, template: str, title: str, data: Mapping[str, Any],
     write_text(out, page)
 
 
-def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
-    """Write a page of every run that keeps rollouts into a folder beside a report; its name, and how to link to it."""
+def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, int, str]]:
+    """Write a page of every run that keeps rollouts into a folder beside a report; its arm and condition, its seed, and
+    how to link to it."""
     for run in runs.itertuples():
         path = Path(run.path)
         if (path / "manifest.json").exists() and len(read_table(path, "rollouts")):
@@ -134,4 +135,5 @@ def write_pages(runs: pd.DataFrame, report: Path) -> Iterator[tuple[str, str]]:
                 .with_suffix(".html")
             )
             write_rollouts_page(path, replaced(page, report.parent))
-            yield f"{run.arm}, {run.condition}, seed {run.seed}", quote(page.relative_to(report.parent).as_posix())
+            row = f"{run.arm}, {run.condition}".removesuffix(", base")
+            yield row, int(run.seed), quote(page.relative_to(report.parent).as_posix())

@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from moe_rl.config import RunConfig, leaves
+from moe_rl.config import Arm, RunConfig, leaves
 from moe_rl.errors import RunError
 from moe_rl.objectives.methods import spell_out
 from moe_rl.objectives.methods_page import head, row
@@ -25,23 +25,35 @@ from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
 from moe_rl.results.stats import printed_p
 from moe_rl.results.summary import Metric, compare, configs_of, family, is_imported, metric, verdict_of
-from moe_rl.results.tables import Shown, arms_of, left_out, study_tables, untrained, without_effect
+from moe_rl.results.tables import (
+    Shown,
+    arms_of,
+    cautions,
+    cost_table,
+    left_out,
+    study_tables,
+    untrained,
+    without_effect,
+)
 from moe_rl.storage.folder import write_text
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.storage.links import replaced
 from moe_rl.storage.provenance import HARDWARE
 from moe_rl.study.declaration import read_declaration
 
+ANSWER = {
+    "verdict": "Verdict by the declared rule",
+    "seeds": "Seeds",
+    "cautions": "Caution",
+    "untrained": "Warning",
+    "untrusted": "Left out",
+}
 ABOUT = {
     "hypothesis": "Hypothesis",
     "endpoint": "Primary endpoint",
     "comparisons": "Contrasts",
     "decision_rule": "Decision rule",
-    "verdict": "Verdict by that rule",
-    "untrusted": "Left out",
-    "untrained": "Warning",
     "differs_from_paper": "Differs from the paper",
-    "caution": "Caution",
     "cost": "Cost, as planned",
 }
 UNRECORDED = "not recorded"
@@ -49,34 +61,51 @@ HASH = re.compile(r"\b[0-9a-f]{40}\b")
 """A commit, of which a page shows ten digits."""
 
 
-def write_study_page(folder: Path, out: Path, *, mix_code: bool = False, trust: bool = False) -> None:
+def write_study_page(
+    folder: Path, out: Path, *, mix_code: bool = False, trust: bool = False, everything: bool = False
+) -> None:
     """Write the page of the finished runs of a study, from its runs or its collected tables, and its `card` in the
-    file `card_file`. Code that the folder names is run only with `trust`: see `read_declaration`."""
+    file `card_file`; with `everything`, all tables and the figures of each condition. Code that the folder names is run
+    only with `trust`: see `read_declaration`."""
     declared, frames = read_declaration(folder, trust), load_study(folder, mix_code=mix_code)
-    texts = dict(declared) | {
-        "comparisons": "; ".join(f"{a} − {b}" for a, b in declared["comparisons"]),
-        "verdict": "\n".join(verdict_of(frames, declared)),
-        "untrained": " ".join([untrained(frames), without_effect(frames, declared)]).strip(),
-    }
+    render(out, declared, shown(frames, declared, out, everything=everything))
+    write_text(replaced(card_file(out)), card(frames, declared))
+
+
+def render(out: Path, declared: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Fill the template, and write the page."""
     template = resources.files("moe_rl.results").joinpath("study_page.html").read_text(encoding="utf-8")
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(
-        out,
-        Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            declared=declared,
-            about={title: texts[key] for key, title in ABOUT.items()},
-            tables=study_tables(frames, declared),
-            figures=_figures(frames, declared),
-            settings=_settings(frames),
-            rollouts=list(write_pages(frames.runs, out)),
-            runs=_made_with(frames, declared),
-            left_out=frames.left_out,
-            folder=folder.as_posix(),
-        ),
-    )
-    write_text(replaced(card_file(out)), card(frames, declared))
+    write_text(out, Environment(autoescape=True).from_string(template).render(declared=declared, **values))
+
+
+def shown(frames: Frames, declared: Mapping[str, Any], out: Path, *, everything: bool = False) -> dict[str, Any]:
+    """What the template shows of a study's tables."""
+    exploratory = "No rule was declared, so all differences are exploratory."
+    seeds = sorted(map(int, frames.runs["seed"].unique()))
+    texts = dict(declared) | {
+        "comparisons": "; ".join(f"{a} − {b}" for a, b in declared["comparisons"]),
+        "verdict": "\n".join(verdict_of(frames, declared)) or ("" if declared["decision_rule"] else exploratory),
+        "seeds": f"n = {len(seeds)} ({_range(seeds)}); {len(frames.runs)} runs, {len(frames.left_out)} left out",
+        "cautions": cautions(frames, declared),
+        "untrained": " ".join([untrained(frames), without_effect(frames, declared)]).strip(),
+    }
+    rollouts: dict[str, dict[int, str]] = {}
+    for arm, seed, page in write_pages(frames.runs, out):
+        rollouts.setdefault(arm, {})[seed] = page
+    return {
+        "answer": {title: texts[key] for key, title in ANSWER.items()},
+        "about": {title: texts[key] for key, title in ABOUT.items()},
+        "tables": study_tables(frames, declared, every=everything, compared=True),
+        "figures": list(_figures(frames, declared, every=everything)),
+        "rollouts": rollouts,
+        "seeds": seeds,
+        "cost": cost_table(frames, declared),
+        "settings": _settings(frames),
+        "runs": _made_with(frames, declared),
+        "left_out": frames.left_out,
+        "folder": declared["folder"],
+    }
 
 
 def card_file(out: Path) -> Path:
@@ -120,8 +149,7 @@ def _row(*cells: str) -> str:
 
 def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Metric]) -> Iterable[tuple[str, str]]:
     configs = configs_of(frames)
-    seeds = sorted(frames.runs["seed"].unique())
-    consecutive = len(seeds) == seeds[-1] - seeds[0] + 1 > 2
+    seeds = sorted(map(int, frames.runs["seed"].unique()))
     yield "model", _list(config.model.name for config in configs)
     yield "task", _list(config.task for config in configs)
     yield (
@@ -133,7 +161,7 @@ def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Met
         ),
     )
     yield "learning rate", _list(f"{config.optimizer.lr:g}" for config in configs)
-    yield "seeds", f"{len(seeds)}: {f'{seeds[0]} to {seeds[-1]}' if consecutive else _list(seeds)}"
+    yield "seeds", f"{len(seeds)}: {_range(seeds)}"
     yield "arms", _list(arms_of(frames, declared))
     yield "endpoints", "; ".join(config.name for config in endpoints)
     yield "compute", f"{len(frames.runs)} runs, {frames.runs['seconds'].sum() / 3600:.1f} hours of steps"
@@ -148,27 +176,38 @@ def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Met
     yield "commit", _list(HASH.sub(lambda match: match[0][:10], commit) or UNRECORDED for commit in commits)
 
 
-def _figures(frames: Frames, declared: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
-    """Name, caption and SVG in base64 of each; for one that cannot be drawn, why."""
-    for name, _, figure in figures.draw_planned(frames, declared):
+def _figures(frames: Frames, declared: Mapping[str, Any], every: bool = False) -> Iterable[tuple[str, str, str, str]]:
+    """Name and condition, caption and SVG in base64 of each; for one that cannot be drawn, why. The figures of
+    TOGETHER are drawn of every study, and then those that it declares."""
+    names = [*dict.fromkeys((*figures.TOGETHER, *declared["figures"]))]
+    for name, condition, figure in figures.draw_planned(frames, {**declared, "figures": names}, every=every):
+        title = name if condition in (None, "base") else f"{name}, {condition}"
         if isinstance(figure, RunError):
-            yield name, "", "", str(figure)
+            yield title, "", "", str(figure)
             continue
         image = io.BytesIO()
-        plots.write(figure, image, format="svg", metadata={"Date": None, "Creator": None})
-        yield name, figures.title_of(name), base64.b64encode(image.getvalue()).decode(), ""
+        plots.write(figure, image, format="svg", metadata=plots.FORMATS["svg"])
+        yield title, figures.title_of(name), base64.b64encode(image.getvalue()).decode(), ""
 
 
-def _settings(frames: Frames) -> tuple[Shown, Shown]:
-    """The arms as texts, and the settings of all runs, each with all its values."""
+def _settings(frames: Frames) -> tuple[Shown, Shown, Shown]:
+    """The arms as texts, the settings that differ from their defaults, and the others; each with all its values."""
     arms = {one.arm.name: spell_out(one.arm) for one in configs_of(frames)}
+    usual = {(key, json.dumps(value)) for key, value in leaves(RunConfig(arm=Arm(name="any")).to_dict())}
     values: dict[str, dict[str, None]] = {}
+    chosen = set[str]()
     for config in (json.loads(text) for text in frames.runs["config"].unique()):
         stored = config if is_imported(config) else RunConfig.from_dict(config).to_dict()
         for key, value in leaves({**stored, "arm": None, "seed": None}):
             values.setdefault(key, {})[value if isinstance(value, str) else json.dumps(value)] = None
-    rows = [(key, ", ".join(one)) for key, one in values.items() if key not in ("arm", "seed")]
-    return Shown("arms", ("arm", "text"), [*arms.items()]), Shown("all runs", ("setting", "value"), rows)
+            chosen |= {key} - {key for key, usually in usual if usually == json.dumps(value)}
+    rows = {key: (key, ", ".join(one)) for key, one in values.items() if key not in ("arm", "seed")}
+    head = ("setting", "value")
+    return (
+        Shown("Arms", ("arm", "text"), [*arms.items()]),
+        Shown("Settings that were chosen", head, [row for key, row in rows.items() if key in chosen]),
+        Shown("", head, [row for key, row in rows.items() if key not in chosen]),
+    )
 
 
 def _made_with(frames: Frames, declared: Mapping[str, Any]) -> Shown:
@@ -179,6 +218,11 @@ def _made_with(frames: Frames, declared: Mapping[str, Any]) -> Shown:
             packages.setdefault(name, []).append(version)
     versions = [(name, _list(values)) for name, values in packages.items()]
     return Shown("", ("what", "which"), [*_set_up(frames, declared, [metric(declared["endpoint"])]), *versions])
+
+
+def _range(seeds: Sequence[int]) -> str:
+    consecutive = len(seeds) == seeds[-1] - seeds[0] + 1 > 2
+    return f"{seeds[0]} to {seeds[-1]}" if consecutive else _list(seeds)
 
 
 def _list(values: Iterable[object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.config import Arm, leaves
+from moe_rl.config import Arm, RunConfig, leaves
+from moe_rl.metrics.rounding import number
 from moe_rl.objectives.methods import spell_out
 from moe_rl.objectives.spelling import fill_in
 from moe_rl.results.stats import FEWEST, TOO_FEW, Interval, difference, interval, printed_p
@@ -23,6 +25,7 @@ from moe_rl.results.summary import (
     configs_of,
     family,
     gaps,
+    is_imported,
     metric,
     outcomes,
     pairs_of,
@@ -48,16 +51,18 @@ def arms_of(frames: Frames, declared: Mapping[str, Any]) -> list[str]:
     return [arm for arm in known if (frames.runs["arm"] == arm).any()]
 
 
-def study_tables(frames: Frames, declared: Mapping[str, Any], *, every: bool = False) -> list[Shown]:
-    """The short table, the summary of a study with one condition, or with `every` of each, and the
-    comparisons: those that are declared or, for one condition, all pairs."""
+def study_tables(
+    frames: Frames, declared: Mapping[str, Any], *, every: bool = False, compared: bool = False
+) -> list[Shown]:
+    """The short table, the summary of a study with one condition, or with `every` of each, and the comparisons: those
+    that are declared or, for one condition and where `compared`, all pairs."""
     arms, several = arms_of(frames, declared), len(frames.conditions) > 1
     tables = [short_table(frames, declared)]
     for condition in frames.conditions if every or not several else ():
         here = frames.condition(condition)
         title = declared["name"] + (f", {condition}" if condition != "base" else "")
         tables.append(summary_table(here, arms_of(here, declared), title, declared["metrics"]))
-    if declared["comparisons"] or not several:
+    if declared["comparisons"] or compared or not several:
         for one in map(metric, (declared["endpoint"], *declared["further_endpoints"])):
             tables += comparison_table(frames, arms, one, declared)
     return tables
@@ -163,7 +168,7 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric, decl
         return []
     n = len(results)
     of = f"{n} rows" if n >= asked else f"{asked} comparisons declared, of which {n} are here"
-    what = "contrasts decided on beforehand" if comparisons else "all pairs of arms, exploratory"
+    what = "contrasts decided on beforehand" if comparisons else "without declared contrasts, exploratory"
     several = len(frames.conditions) > 1
     header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np")
     rows = [
@@ -175,9 +180,10 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric, decl
         )
         for c in results
     ]
-    tests = "; ".join(dict.fromkeys(c.result.method if c.result.n >= FEWEST else TOO_FEW for c in results))
+    methods_of_p = (f"two-sided, {c.result.method} within seeds" if c.result.n >= FEWEST else TOO_FEW for c in results)
+    tests = "; ".join(dict.fromkeys(methods_of_p))
     methods = _methods(c.result.difference for c in results)
-    note = f"{methods} p: two-sided, {tests} within seeds; Holm over the {of}; the smallest p of this n. "
+    note = f"{methods} p: {tests}; Holm over the {of}; the smallest p of this n. "
     return [Shown(f"{endpoint.name}: {what}", header, rows, note * bool(results) + lost)]
 
 
@@ -207,6 +213,47 @@ def untrained(frames: Frames) -> str:
     some = ", ".join(named[:6]) + f" and {len(named) - 6} more" * (len(named) > 6)
     text = f"no gradient in {len(named)} of {len(frames.runs)} runs ({some}): all rewards of every group were equal."
     return text if named else ""
+
+
+SEEDS = re.compile(r"\b(one|two|three|four|five|six|seven|eight|nine|ten|\d+) seeds\b", re.IGNORECASE)
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def cautions(frames: Frames, declared: Mapping[str, Any]) -> str:
+    """What this number of seeds cannot show, and the declared caution without its sentences on another number."""
+    counts = frames.runs.groupby(["arm", "condition"]).size()
+    n, said = int(counts.min()), re.split(r"(?<=\.)\s+", declared["caution"])
+    true = [text for text in said if all(_count(m[1]) == n for m in SEEDS.finditer(text))]
+    few = f"{_seeds(n)}: no interval and no p-value. Run at least {FEWEST}."
+    small = f"{_seeds(n)}: no p-value can be below {2.0 ** (1 - n):g}."
+    return " ".join([*filter(None, true), *[few] * (n < FEWEST), *[small] * (FEWEST <= n < 6)])
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdigit() else NUMBERS.index(text.lower())
+
+
+def cost_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
+    """What each arm took: runs, hours, seconds of a step, response tokens."""
+    configs = {
+        t: RunConfig.from_dict(json.loads(t)) for t in frames.runs["config"].unique() if not is_imported(json.loads(t))
+    }
+    lengths = frames["steps"].reindex(columns=[*RUN, "response_tokens"]).groupby(RUN)["response_tokens"].sum()
+    rows = []
+    for arm in arms_of(frames, declared):
+        runs = frames.runs[frames.runs["arm"] == arm]
+        seconds = runs["seconds"].astype(float)
+        known = [
+            (configs[run.config], lengths.get((arm, run.condition, run.seed), 0))
+            for run in runs.itertuples()
+            if run.config in configs
+        ]
+        tokens = sum(one.prompts_per_step * one.group_size * length for one, length in known)
+        each = seconds.sum() / runs["step"][seconds.notna()].sum() if seconds.notna().any() else math.nan
+        cells = (number(seconds.sum() / 3600, ".2f"), number(each, ".3g"), f"{tokens / 1e6:.3g}")
+        rows.append((arm, str(len(runs)), *("–" if cell in ("nan", "0") else cell for cell in cells)))
+    header = ("", "runs", "hours\nof steps", "seconds\nper step", "response tokens,\nmillions")
+    return Shown("", header, rows, "Runs that have not ended have no hours. A dash: not recorded.")
 
 
 CLIPS = re.compile(r"(^|\.)(clip_low|clip_high|low|high|threshold|dual|log_clamp)$")

@@ -181,8 +181,8 @@ def test_clipping_is_drawn_on_a_log_axis_from_the_second_mini_batch_on(frames):
 def test_numbers_of_log_axes_are_formulas_in_files_and_on_pages(frames):
     """The glyph of a dollar sign, 7 in the font, would be drawn for the text $10^{-2}$."""
     declared = {"arms": [], "figures": ["clipping"], "comparisons": [], "endpoint": MAIN.name}
-    ((_, _, image, said),) = study_page._figures(frames, declared)
-    assert said == "" and b'"#DejaVuSans-7"' not in base64.b64decode(image)
+    *_, (name, _, image, said) = study_page._figures(frames, declared)
+    assert name == "clipping" and said == "" and b'"#DejaVuSans-7"' not in base64.b64decode(image)
     plain = io.BytesIO()
     with matplotlib.rc_context(plots.STYLE):
         figures.clipping(frames, ARMS).savefig(plain, format="svg")

@@ -143,10 +143,10 @@ def test_the_report_links_the_page_of_every_run(run, tmp_path):
     odd = run_of(tmp_path / "study" / "a#b %20" / "base" / "seed=1", [[row(1, 0, 0.0)]])
     runs = load_study(tmp_path / "study", mix_code=True).runs
     report = tmp_path / "out" / "report.html"
-    links = dict(reading.write_pages(runs, report))
+    links = {name: link for name, _, link in reading.write_pages(runs, report)}
     assert len(links) == 2 and all((report.parent / unquote(link)).is_file() for link in links.values())
     assert "#" not in "".join(links.values()) and len(load_rollouts(odd)) == 1
-    text = Environment(autoescape=True).from_string('<a href="{{ page }}">').render(page=links["gspo, base, seed 0"])
+    text = Environment(autoescape=True).from_string('<a href="{{ page }}">').render(page=links["gspo"])
     assert text == '<a href="report_rollouts/gspo/base/seed%3D0.html">'
 
 
@@ -156,6 +156,7 @@ def test_a_page_stays_beside_its_report_whatever_path_a_table_names(run, tmp_pat
     run.rename(tmp_path / "index")
     monkeypatch.chdir(tmp_path / "index" if place == "." else tmp_path)
     runs = pd.DataFrame([{"path": place, "arm": "grpo", "condition": "base", "seed": 0}])
-    (link,) = dict(reading.write_pages(runs, tmp_path / "out" / "report.html")).values()
+    ((row, seed, link),) = reading.write_pages(runs, tmp_path / "out" / "report.html")
+    assert (row, seed) == ("grpo", 0)
     assert link.startswith("report_rollouts/") and ".." not in link
     assert (tmp_path / "out" / unquote(link)).is_file()

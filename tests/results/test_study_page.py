@@ -7,6 +7,7 @@ import html.parser
 import io
 import json
 import re
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -15,8 +16,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from moe_rl.config import Arm, RunConfig
+from moe_rl.results import figures
 from moe_rl.results.printed import print_study
 from moe_rl.results.study_page import card, card_file, write_study_page
+from moe_rl.results.tables import cautions, cost_table
 from moe_rl.storage.frames import Frames
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
@@ -91,15 +94,87 @@ def test_the_page_says_what_was_asked_found_and_used(page):
         "torch",
         "6 runs",
         "2: 0, 1",
+        "n = 2 (0, 1); 6 runs, 0 left out",
+        "n = 2 seeds: no interval and no p-value. Run at least 4.",
+        "gspo − grpo-replay",
+        "response tokens",
     ):
         assert words in reader.text, words
-    assert reader.tags.count("img") + reader.text.count("No figure") == 3
+    assert reader.tags.count("img") + reader.text.count("No figure") == 3 + len(figures.TOGETHER)
 
 
 def test_arms_are_texts_and_settings_have_all_their_values(page):
     _, reader = page
     assert "gspo(clip_low=0.01,clip_high=0.013)" in "".join(reader.text.split())
     assert all(name in reader.text for name in ("optimizer.lr", "group_size", "0.0002"))
+
+
+def test_settings_that_have_their_default_are_folded_and_others_are_not(page):
+    text, _ = page
+    (folded,) = re.findall("<details>.*?</details>", text, re.DOTALL)
+    for name, chosen in (("mini_batches", True), ("save_every", True), ("optimizer.lr", False), ("temperature", False)):
+        assert (f"<td>{name}</td>" in folded) is not chosen and f"<td>{name}</td>" in text
+
+
+def test_all_figures_of_plot_all_are_on_the_page_with_all_and_each_names_its_condition(tmp_path, monkeypatch):
+    """Two conditions: without --all a figure of one condition is drawn of neither."""
+    drawn = list[str]()
+    monkeypatch.setattr(
+        "moe_rl.results.plots.save", lambda figure, folder, name: [drawn.append(f"{folder.name} {name}")]
+    )
+    monkeypatch.setattr("moe_rl.results.plots.write", lambda figure, file, **how: file.write(b"image"))
+    root = fake_runs(tmp_path)
+    write_declaration(fake_study.study, tmp_path)
+    for run in [*root.glob("*/base/seed=*")]:
+        shutil.copytree(run, run.parents[1] / "lag=2" / run.name)
+    print_study(Console(file=io.StringIO()), root, everything=True)
+    for everything, names in ((False, 0), (True, len(drawn))):
+        write_study_page(root, tmp_path / "page.html", everything=everything)
+        text = (tmp_path / "page.html").read_text()
+        assert drawn == ["figures expert_change", "lag=2 expert_change"]
+        assert len(re.findall("<figcaption>expert_change[,.]", text)) == names
+    assert "<figcaption>expert_change, lag=2." in text and text.count("<figcaption>layers") == 1
+
+
+def test_rollouts_are_a_grid_of_arms_and_seeds(tmp_path, monkeypatch):
+    pages = [("grpo", 0, "a.html"), ("grpo", 1, "b.html"), ("gspo", 1, "c.html")]
+    monkeypatch.setattr("moe_rl.results.study_page.write_pages", lambda runs, out: pages)
+    monkeypatch.setattr("moe_rl.results.study_page._figures", lambda *_, **__: ())
+    write_declaration(fake_study.study, tmp_path)
+    write_study_page(fake_runs(tmp_path), tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    rows = re.findall(
+        r"<tr><td>(\w+)</td>(<td>.*?)</tr>", text.partition("<h2>Rollouts")[2].partition("<h2>")[0], re.DOTALL
+    )
+    assert [(arm, re.findall(r'<td>(?:<a href="(.*?)">read</a>)?</td>', cells)) for arm, cells in rows] == [
+        ("grpo", ["a.html", "b.html"]),
+        ("gspo", ["", "c.html"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "true", "false"),
+    [
+        (3, ["no p of three seeds", "no interval and no p-value. Run at least 4"], ["below"]),
+        (4, ["no p-value can be below 0.125"], ["three seeds", "no interval"]),
+        (6, [], ["three seeds", "below", "no interval"]),
+    ],
+)
+def test_a_caution_is_of_the_seeds_there_are(seeds, true, false):
+    frames = with_curves({("grpo", seed): [0.5] for seed in range(seeds)})
+    text = cautions(frames, {"caution": "One size. There is no p of three seeds."})
+    assert "One size." in text and all(part in text for part in true) and not any(part in text for part in false)
+
+
+def test_cost_counts_all_response_tokens_of_an_arm():
+    """12 steps of 4 · 4 responses of 13 tokens, 1.5 s each, on two seeds."""
+    rows = {(arm, seed): [0.5] * 12 for arm in ("grpo", "gspo") for seed in (0, 1)}
+    frames = with_curves(rows)
+    config = json.dumps(fake_study.study.base.to_dict())
+    steps = frames["steps"].assign(response_tokens=13.0)
+    runs = frames.runs.assign(config=config, seconds=18.0, step=12)
+    table = cost_table(Frames(runs, {**frames.tables, "steps": steps}), DECLARED)
+    assert table.rows[0] == ("grpo", "2", "0.01", "1.5", f"{2 * 12 * 16 * 13 / 1e6:.3g}")
 
 
 def raises(frames, arms):
@@ -136,7 +211,8 @@ def test_a_figure_of_ones_own_that_fails_is_named_and_the_rest_is_shown(tmp_path
         strict=True,
     ):
         assert f"no figure {name}: {why}" in out.getvalue() and f"No figure {name}: {why}" in reader.text
-    assert (folder / "figures/expert_change.png").exists() and reader.tags.count("img") == 1
+    assert (folder / "figures/expert_change.png").exists()
+    assert reader.tags.count("img") == 1 + len(figures.TOGETHER)
     assert "Made-up numbers." in out.getvalue() and "Made-up numbers." in reader.text
 
 
