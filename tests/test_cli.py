@@ -61,7 +61,7 @@ def command(request, monkeypatch, capsys, forked_workers):
     figures writes them."""
     monkeypatch.setenv("COLUMNS", "200")
     if "figures" not in request.node.name:
-        monkeypatch.setattr("moe_rl.results.plots.save", lambda figure, folder, name: [folder / f"{name}.png"])
+        monkeypatch.setattr("moe_rl.results.plots.save", lambda figure, folder, name, formats: [folder / f"{name}.png"])
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(arguments)
@@ -338,6 +338,10 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
         *((["runs", name, "nowhere"], "nowhere") for name in ("show", "export")),
         (["runs", "diff", "nowhere", "nowhere"], "nowhere"),
         (["runs", "export", TABLES, "--to", FAKE], "File exists"),
+        *((["plot", TABLES, "--width", text], f"--width {text}: give") for text in ("0", "abc", "nan", "-3", "")),
+        (["plot", TABLES, "--format", "gif"], "no format is called 'gif'. There are: pdf, png, svg"),
+        (["plot", TABLES, "--style", "print"], "no style is called 'print'. There are: paper, screen"),
+        (["plot", TABLES, "--arms", "grpo,gspo"], "no arm is called 'gspo'"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path, monkeypatch, capsys, arguments, words):
@@ -453,3 +457,15 @@ def test_a_terminal_without_unicode_gets_question_marks_and_files_are_utf_8(tmp_
         done = subprocess.run([sys.executable, "-m", "moe_rl", *words], env=plain, capture_output=True)
         assert done.returncode == 0 and done.stdout.isascii(), done.stderr
     assert "\N{MINUS SIGN}" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_figures_for_a_paper_are_of_the_arms_and_figures_that_are_asked_for(tmp_path, command):
+    folder = fake_runs(tmp_path)
+    write_declaration(fake_study.study, tmp_path)
+    paper = ("plot", str(folder), "--style", "paper", "--width", "5.5")
+    code, out, _ = command(*paper, "--arms", "gspo,grpo", "--figures", "clipping")
+    assert code == 0 and "figures/clipping.pdf\n" in out and "grpo-replay" not in out
+    assert "caption: Fraction of response tokens" in out and "Mean over n = 2 seeds" in out
+    assert [file.name for file in (folder / "figures").iterdir()] == ["clipping.pdf"]
+    assert b"/MediaBox [ 0 0 396 " in (folder / "figures/clipping.pdf").read_bytes()
+    assert command(*paper, "--figures", "cliping")[2].startswith("moe-rl: no figure is called 'cliping': did you mean")

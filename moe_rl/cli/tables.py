@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
+from moe_rl.errors import ConfigError
 
 TRUST = argument(
     "--trust",
@@ -19,30 +21,70 @@ TRUST = argument(
     argument("folder", type=Path, help="the study's folder, e.g. runs/routing_replay"),
     UNFINISHED,
     argument("--all", action="store_true", help="all tables, and the figures of each condition"),
+    argument("--figures", metavar="A,B", help="these figures of each condition, declared or not"),
+    argument("--arms", metavar="A,B", help="these arms; each keeps its colour and marker"),
+    argument("--format", metavar="F", help="pdf, png or svg, or several with commas (default: png,svg; on paper pdf)"),
+    argument("--width", metavar="INCHES", help="lay out anew for a page of this width (default on paper: 3.25)"),
+    argument(
+        "--style", metavar="STYLE", default="screen", help="screen or paper: small type, no title; prints a caption"
+    ),
     MIX_CODE,
     TRUST,
     examples="""
   moe-rl plot runs/routing_replay                writes figures/
   moe-rl plot studies/routing_replay     the same, from committed tables
   moe-rl plot runs/routing_replay --unfinished   also unfinished runs
-  moe-rl plot runs/my_sweep --all                all tables""",
+  moe-rl plot runs/my_sweep --all                all tables
+  moe-rl plot runs/x --style paper --width 6.75 --figures learning,ratios
+                                PDF files for a page of two columns""",
 )
 def plot(options: argparse.Namespace) -> int:
     """Summary and figures of a study that has run."""
     from rich.console import Console
 
-    from moe_rl.results import printed
+    from moe_rl.results import plots, printed
 
+    paper = _among("style", options.style, ("screen", "paper")) == ["paper"]
+    formats = _among("format", options.format or ("pdf" if paper else "png,svg"), plots.FORMATS)
+    width = _inches(options.width) if options.width is not None else 3.25 * paper
     _make_importable(options)
-    printed.print_study(
-        Console(),
-        options.folder,
-        mix_code=options.mix_code,
-        unfinished=options.unfinished,
-        everything=options.all,
-        trust=options.trust,
-    )
+    with plots.using(plots.Look(width, paper)):
+        printed.print_study(
+            Console(),
+            options.folder,
+            mix_code=options.mix_code,
+            unfinished=options.unfinished,
+            everything=options.all,
+            trust=options.trust,
+            arms=_listed(options.arms),
+            names=_listed(options.figures),
+            formats=formats,
+        )
     return 0
+
+
+def _listed(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _among(kind: str, text: str, known: Iterable[str]) -> list[str]:
+    """The parts of a list. Raises ConfigError for one that is not known."""
+    from moe_rl.registry import unknown
+
+    for part in (parts := _listed(text) or [text]):
+        if part not in known:
+            unknown(kind, part, known)
+    return parts
+
+
+def _inches(text: str) -> float:
+    try:
+        width = float(text)
+    except ValueError:
+        width = 0.0
+    if not 2 <= width <= 20:
+        raise ConfigError(f"--width {text}: give the width of the page in inches, from 2 to 20, such as 3.25")
+    return width
 
 
 @verb(

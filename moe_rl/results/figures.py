@@ -263,13 +263,18 @@ def learning_by_condition(
     panels, wide = {column: LEARNING[column] for column in columns}, len(columns) + 1
     figure, axes = plots.new_figure(wide * len(frames.conditions), "Reward and held-out match over training")
     notes: dict[str, str] = {}
+    apart: list[Axes] = []
     for i, condition in enumerate(frames.conditions):
         row, here = axes[wide * i : wide * (i + 1)], frames.condition(condition)
         note = draw_learning(row, panels, here, arms)
-        note += draw_differences(row[-1], differences_of(here, arms, endpoint, comparisons), arms, endpoint)
+        if differences := differences_of(here, arms, endpoint, comparisons):
+            note += draw_differences(row[-1], differences, arms, endpoint)
+            apart.append(row[-1])
+        else:
+            row.pop().remove()
         notes[note] = f"{notes[note]}, {condition}" if note in notes else condition
         _title(row, condition, frames)
-    plots.same_limits(axes[wide - 1 :: wide], "x")
+    plots.same_limits(apart, "x")
     curves = [ax for i, ax in enumerate(axes) if i % wide < wide - 1]
     plots.same_limits(curves)
     texts = notes if len(notes) == 1 else (f"{names}: {note}" for note, names in notes.items())
@@ -511,6 +516,12 @@ def _check(figure: object) -> None:
 def file_name(name: str) -> str:
     """The name of a figure's files."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name)
+
+
+def sentence(figure: Figure) -> str:
+    """The note of a figure, for a caption."""
+    note = str(figure.get_label())
+    return f"{note[:1].upper()}{note[1:]}." if note else ""
 
 
 def title_of(name: str) -> str:

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import ArrayLike
 
 from moe_rl.errors import RunError
@@ -215,7 +215,7 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
             ax.set_ylabel("")
     if look.paper:
         _thin(figure)
-    if look.width:
+    for _ in range(2 * bool(look.width)):  # what is broken leaves less room for the rest
         _wrap(figure)
     note = "" if look.paper else textwrap.fill(note, int(13 * figure.get_figwidth()))
     entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -246,8 +246,9 @@ def _thin(figure: Figure) -> None:
 
 
 def _wrap(figure: Figure) -> None:
-    """Break titles and labels that are longer than their panel, and turn ticks that would overlap."""
+    """Break titles and labels that are longer than their panel; turn ticks that would overlap, or make it higher."""
     figure.draw_without_rendering()
+    more = 0.0
     for ax in figure.axes:
         box = ax.get_window_extent()
         titles = [one for one in ax.get_children() if isinstance(one, Text) and one.get_text()]
@@ -257,9 +258,16 @@ def _wrap(figure: Figure) -> None:
             if over > 1:
                 most = int(max(map(len, lines)) / over)
                 text.set_text("\n".join(textwrap.fill(line, most) for line in lines))
-        boxes = [tick.get_window_extent() for tick in ax.get_xticklabels() if tick.get_text()]
+        boxes = [
+            tick.get_window_extent() for tick in ax.get_xticklabels() if tick.get_text() and not tick.get_rotation()
+        ]
         if any(a.x1 > b.x0 and a.x0 < b.x1 for a, b in itertools.pairwise(boxes)):
-            ax.tick_params("x", rotation=30)
+            for tick in ax.get_xticklabels():
+                tick.set(rotation=30, ha="right", rotation_mode="anchor")
+        rows, heights = ax.get_subplotspec(), [tick.get_window_extent().height for tick in ax.get_yticklabels()]
+        need = 1.3 * sum(heights) if isinstance(ax.yaxis.get_major_locator(), FixedLocator) else 1.1 * figure.dpi
+        more = max(more, (need - box.height) * (rows.get_gridspec().nrows if rows else 0))
+    figure.set_figheight(figure.get_figheight() + more / figure.dpi)
 
 
 def same_limits(axes: Sequence[Axes], which: str = "y") -> None:

@@ -82,10 +82,15 @@ def print_study(
     only: Sequence[Path] | None = None,
     trust: bool = False,
     study_file: Path | None = None,
+    arms: Sequence[str] = (),
+    names: Sequence[str] = (),
+    formats: Sequence[str] = ("png", "svg"),
 ) -> None:
     """One table of a study, its verdict and its figures; with `everything`, all tables, and the figures of every
-    condition. `only` restricts it to some runs. Code that the folder names is run only with `trust`: see
-    `read_declaration`. `study_file` is the study's file, where it is known."""
+    condition. `only` restricts it to some runs, `arms` to theirs; `names` are those of other figures than the declared
+    ones. Code that the folder names is run only with `trust`: see `read_declaration`. `study_file` is the study's file,
+    where it is known. Raises ConfigError for an arm or a figure that does not exist."""
+    from moe_rl.results import figures
     from moe_rl.results.summary import verdict_of
     from moe_rl.results.tables import cautions, short_table, study_tables, untrained, without_effect
     from moe_rl.storage.frames import load_study
@@ -95,11 +100,15 @@ def print_study(
     frames = load_study(folder, unfinished=unfinished, mix_code=mix_code)
     if only is not None:
         frames = frames.select(only)
+    if arms:
+        frames = frames.of_arms(arms, [arm["name"] for arm in declared["arms"]])
+    for name in names:
+        figures.draw(name, declared["endpoint"])
     for text in frames.left_out:
         say(console, ("left out", "yellow"), f" {text}")
-    names = {arm["name"] for arm in declared["arms"]} or set(frames.runs["arm"])
+    known = {arm["name"] for arm in declared["arms"]} or set(frames.runs["arm"])
     for arm, part in frames.runs.groupby("arm", sort=False):
-        if arm not in names:
+        if arm not in known:
             say(
                 console,
                 ("not declared", "yellow"),
@@ -111,7 +120,8 @@ def print_study(
         say(console, ("Verdict by the declared rule: " if not i else "  ", "bold"), sentence, wrap=True)
     if declared["untrusted"]:
         say(console, ("left out", "yellow"), f" {declared['untrusted']}", wrap=True)
-    draw_figures(console, frames, declared, folder / "figures", every=everything)
+    declared["figures"] = names or declared["figures"]
+    draw_figures(console, frames, declared, folder / "figures", every=everything or bool(names), formats=formats)
     if not everything:
         say(console, f"every table: moe-rl plot {folder} --all\na page: moe-rl report {folder}")
     for warning in filter(None, (untrained(frames), without_effect(frames, declared))):
@@ -132,8 +142,11 @@ def print_table(console: Console, shown: Shown) -> None:
     say(console, f"{shown.note}\n", wrap=True)
 
 
-def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path, *, every: bool) -> None:
-    """Draw and save: once what spans all conditions; the rest if there is only one, or with `every`.
+def draw_figures(
+    console: Console, frames: Frames, declared: dict, folder: Path, *, every: bool, formats: Sequence[str]
+) -> None:
+    """Draw and save: once what spans all conditions; the rest if there is only one, or with `every`. On paper, whose
+    figures have no note, print a caption.
 
     A figure whose columns nobody measured is named and left out.
     """
@@ -143,8 +156,11 @@ def draw_figures(console: Console, frames: Frames, declared: dict, folder: Path,
         where = replaced(folder if condition in (None, "base") else folder / condition, folder.parent)
         if isinstance(figure, RunError):
             say(console, (f"no figure {name}", "yellow"), f": {figure}", wrap=True)
-        else:
-            say(console, f"figure {plots.save(figure, where, figures.file_name(name))[0]} (and .svg)")
+            continue
+        files = plots.save(figure, where, figures.file_name(name), formats)
+        say(console, f"figure {files[0]}" + f" (and {', '.join(f.suffix for f in files[1:])})" * (len(files) > 1))
+        if plots.LOOK.get(plots.Look()).paper:
+            say(console, f"caption: {figures.title_of(name)} {figures.sentence(figure)}", wrap=True)
 
 
 def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:

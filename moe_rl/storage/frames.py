@@ -15,6 +15,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from moe_rl.errors import OLD_NAMES, RunError, renamed
+from moe_rl.registry import unknown as no_such
 from moe_rl.storage.columns import TABLES, pooled, timing
 from moe_rl.storage.commits import read_parquet, read_rows
 from moe_rl.storage.comparable import require_comparable
@@ -59,6 +60,16 @@ class Frames:
         wanted = {tuple(labels_of(path).values()) for path in paths}
         chosen = self._where(lambda f: [key in wanted for key in f[LABELS[:4]].itertuples(index=False, name=None)])
         return replace(chosen, left_out=tuple(t for t in self.left_out if t.startswith(tuple(f"{p} (" for p in paths))))
+
+    def of_arms(self, arms: Sequence[str], known: Sequence[str] = ()) -> Frames:
+        """The rows of some arms. Raises ConfigError for one that is not `known`, by default those of the runs."""
+        for arm in arms:
+            if arm not in (known or set(self.runs["arm"])):
+                no_such("arm", arm, known or self.runs["arm"].unique())
+        chosen = self._where(lambda frame: frame["arm"].isin(arms))
+        if chosen.runs.empty:
+            raise RunError(f"no finished run of the arms {', '.join(arms)}")
+        return replace(chosen, left_out=self.left_out)
 
     def _with(self, label: str, value: object) -> Frames:
         return self._where(lambda frame: frame[label] == value)

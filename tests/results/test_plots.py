@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import itertools
 import json
+import re
 
 import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.text import Text
 
 from moe_rl.errors import RunError
 from moe_rl.results import figures, plots, stats, study_page
@@ -42,6 +45,21 @@ def frames_of(seeds: int, steps: int) -> Frames:
 @pytest.fixture(scope="module")
 def frames() -> Frames:
     return frames_of(seeds=3, steps=24)
+
+
+EIGHT = ["grpo", *(f"a-method-with-a-long-name-{i}" for i in range(7))]
+
+
+@pytest.fixture(scope="module")
+def eight() -> Frames:
+    """Eight arms on four seeds: the most that each have a look of their own."""
+    one = frames_of(seeds=4, steps=10)
+    grpo = one.of_arms(["grpo"])
+    tables = {"runs": grpo.runs, **grpo.tables}
+    tables["layers"] = tables["layers"].assign(load_max_violation=0.4)
+    every = {name: pd.concat([t.assign(arm=arm) for arm in EIGHT], ignore_index=True) for name, t in tables.items()}
+    every["steps"]["reward"] += 0.01 * every["steps"]["arm"].map(EIGHT.index)
+    return Frames(every.pop("runs"), every)
 
 
 def line(ax, gid: str) -> tuple[np.ndarray, np.ndarray]:
@@ -289,6 +307,87 @@ def test_a_figure_names_n_and_interval_and_labels_its_axes(name):
     assert any("n = 4 seeds" in w and "95% Student t" in w for w in words)
     assert figure.axes[0].get_ylabel() and all(ax.get_xlabel() or ax.get_xticklabels() for ax in figure.axes)
     assert all(arm in words for arm in ARMS)
+
+
+@pytest.mark.parametrize("width", [3.25, 6.75])
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_figure_for_a_paper_has_its_width_small_type_and_nothing_cut(eight, name, width):
+    few = eight if width < 4 else eight.of_arms(EIGHT[:3])
+    with plots.using(plots.Look(width, paper=True)):
+        figure = figures.FIGURES[name](few, EIGHT)
+        figure.draw_without_rendering()
+    drawn = figure.get_tightbbox()
+    assert figure.get_figwidth() == width
+    assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= figure.get_figheight()
+    texts = [t for t in figure.findobj(Text) if t.get_text()]
+    assert {t.get_fontsize() for t in texts} <= {7, 8} and figure.get_suptitle() == ""
+    assert not any("?" in t.get_text() for t in texts) and "n = 4 seeds" in figure.get_label()
+    for ax in figure.axes:
+        named = ax.get_ylabel() or ax.get_yticklabels() or not ax.get_subplotspec().is_first_col()
+        assert named and ax.get_window_extent().height > 0.5 * figure.dpi
+        for side in (ax.get_xticklabels(), ax.get_yticklabels()):
+            boxes = [t.get_window_extent() for t in side if t.get_text() and not t.get_rotation()]
+            assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes)), [t.get_text() for t in side]
+
+
+def test_a_narrow_page_has_one_panel_in_a_row_and_a_wide_one_three(eight):
+    for width, columns in ((3.25, 1), (5.5, 2), (6.75, 3)):
+        with plots.using(plots.Look(width, paper=True)):
+            figure, axes = plots.new_figure(3, "")
+        assert axes[0].get_subplotspec().get_gridspec().ncols == columns and figure.get_figwidth() == width
+
+
+def test_a_pdf_is_a_page_of_its_width_with_embedded_fonts_and_the_same_bytes(frames, tmp_path):
+    with plots.using(plots.Look(3.25, paper=True)):
+        figure = figures.clipping(frames, ARMS)
+        (first,) = plots.save(figure, tmp_path / "a", "clipping", ["pdf"])
+        (again,) = plots.save(figures.clipping(frames, ARMS), tmp_path / "b", "clipping", ["pdf"])
+    page = first.read_bytes()
+    (left, bottom, width, height) = map(float, re.search(rb"/MediaBox \[([^]]*)\]", page)[1].split())
+    assert (left, bottom, width) == (0, 0, 234) and height == pytest.approx(72 * figure.get_figheight())
+    assert b"/CIDFontType2" in page and b"/FontFile2" in page and b"/Type3" not in page
+    assert page == again.read_bytes()
+
+
+def test_eight_arms_have_each_a_colour_that_is_seen_on_white_and_a_marker(eight):
+    looks = {(plots.colour_of(arm, EIGHT), plots.symbol_of(arm, EIGHT)) for arm in EIGHT}
+    colours, markers = zip(*looks, strict=True)
+    assert len({*colours}) == len({*markers}) == 8
+    for colour in colours:
+        light = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in to_rgb(colour)]
+        assert 1.05 / (np.dot(light, (0.2126, 0.7152, 0.0722)) + 0.05) > 3, colour
+    figure = figures.learning(eight, EIGHT, comparisons=[(EIGHT[5], "grpo")])
+    means = [
+        line(figure.axes[1], f"{EIGHT[5]} mean eval_exact_greedy"),
+        line(figure.axes[3], f"{EIGHT[5]} − grpo mean"),
+    ]
+    assert len(means) == 2
+    lines = [one for ax in figure.axes for one in ax.lines if re.match(rf"{EIGHT[5]}.* mean", str(one.get_gid()))]
+    assert {one.get_marker() for one in lines} - {""} == {plots.symbol_of(EIGHT[5], EIGHT)}
+    assert {one.get_color() for one in lines} == {plots.colour_of(EIGHT[5], EIGHT)}
+
+
+def test_limits_fit_the_data_and_panels_that_are_compared_share_them(frames):
+    axes = figures.learning(frames, ARMS).axes[:3]
+    values = frames["steps"][["eval_exact_greedy", "eval_exact_sampled"]]
+    low, high = axes[0].get_ylim()
+    assert len({ax.get_ylim() for ax in axes}) == 1 and 0.2 < low < values.min().min() < values.max().max() < high
+
+
+def test_ratios_and_layers_draw_what_was_measured_of_each_condition(frames):
+    """Without a measured load there is no panel of it."""
+    both = Frames(
+        *(pd.concat([t, t.assign(condition="lag=2")]) for t in (frames.runs,)),
+        {name: pd.concat([t, t.assign(condition="lag=2")]) for name, t in frames.tables.items()},
+    )
+    drawn = figures.layers(both, ARMS)
+    assert [ax.get_title(loc="left") for ax in drawn.axes] == ["base\nExpert change", "lag=2\nExpert change"]
+    table = frames["layers"].query("arm == 'gspo'").groupby("moe_layer")["expert_change_rate"].mean()
+    assert np.allclose(line(drawn.axes[1], "gspo mean expert_change_rate")[1], table)
+    titles = [ax.get_title(loc="left") for ax in figures.ratios(frames, ARMS).axes]
+    assert titles == ["Spread of log-ratios", "Clipping"]
+    with pytest.raises(RunError, match="no run measured expert_change_rate, load_max_violation"):
+        figures.layers(Frames(frames.runs, {"layers": frames["layers"][["arm", "seed", "step", "condition"]]}), ARMS)
 
 
 def test_the_same_tables_give_the_same_bytes(frames, tmp_path):

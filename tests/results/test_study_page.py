@@ -120,7 +120,7 @@ def test_all_figures_of_plot_all_are_on_the_page_with_all_and_each_names_its_con
     """Two conditions: without --all a figure of one condition is drawn of neither."""
     drawn = list[str]()
     monkeypatch.setattr(
-        "moe_rl.results.plots.save", lambda figure, folder, name: [drawn.append(f"{folder.name} {name}")]
+        "moe_rl.results.plots.save", lambda figure, folder, name, formats: [drawn.append(f"{folder.name} {name}")]
     )
     monkeypatch.setattr("moe_rl.results.plots.write", lambda figure, file, **how: file.write(b"image"))
     root = fake_runs(tmp_path)
