@@ -339,6 +339,8 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
         (["runs", "diff", "nowhere", "nowhere"], "nowhere"),
         (["runs", "export", TABLES, "--to", FAKE], "File exists"),
         *((["plot", TABLES, "--width", text], f"--width {text}: give") for text in ("0", "abc", "nan", "-3", "")),
+        (["watch", TABLES, "--every", "0"], "--every 0: give the seconds"),
+        (["watch", TABLES], "moe-rl report writes their page"),
         (["plot", TABLES, "--format", "gif"], "no format is called 'gif'. There are: pdf, png, svg"),
         (["plot", TABLES, "--style", "print"], "no style is called 'print'. There are: paper, screen"),
         (["plot", TABLES, "--arms", "grpo,gspo"], "no arm is called 'gspo'"),

@@ -25,6 +25,7 @@ COMMANDS = {
     "list": ("moe_rl.cli.listing:list_names", "List tasks, models, settings, columns, methods or figures."),
     "plot": ("moe_rl.cli.tables:plot", "Print a study's tables and draw its figures."),
     "report": ("moe_rl.cli.tables:report", "Write a study as one web page: tables, figures, settings, cost."),
+    "watch": ("moe_rl.cli.tables:watch", "Write a study's page again and again while it trains."),
     "runs list": ("moe_rl.cli.runs:list_runs", "List the runs below a folder: state, age, time left."),
     "runs show": ("moe_rl.cli.runs:show", "Print a run's manifest and its last rows."),
     "runs read": ("moe_rl.cli.runs:read", "Print rollouts of a run: responses, rewards, clipped tokens."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,7 +47,9 @@ def plot(options: argparse.Namespace) -> int:
 
     paper = _among("style", options.style, ("screen", "paper")) == ["paper"]
     formats = _among("format", options.format or ("pdf" if paper else "png,svg"), plots.FORMATS)
-    width = _inches(options.width) if options.width is not None else 3.25 * paper
+    width = 3.25 * paper
+    if options.width is not None:
+        width = _between("--width", options.width, 2, 20, "the width of the page in inches", "3.25")
     _make_importable(options)
     with plots.using(plots.Look(width, paper)):
         printed.print_study(
@@ -77,14 +80,15 @@ def _among(kind: str, text: str, known: Iterable[str]) -> list[str]:
     return parts
 
 
-def _inches(text: str) -> float:
+def _between(flag: str, text: str, low: float, high: float, what: str, example: str) -> float:
+    """A number. Raises ConfigError for one that is out of range, or none."""
     try:
-        width = float(text)
+        value = float(text)
     except ValueError:
-        width = 0.0
-    if not 2 <= width <= 20:
-        raise ConfigError(f"--width {text}: give the width of the page in inches, from 2 to 20, such as 3.25")
-    return width
+        value = -1.0
+    if not low <= value <= high:
+        raise ConfigError(f"{flag} {text}: give {what}, from {low} to {high}, such as {example}")
+    return value
 
 
 @verb(
@@ -108,6 +112,39 @@ def report(options: argparse.Namespace) -> int:
     out = options.out or replaced(options.folder / "report.html")
     write_study_page(options.folder, out, mix_code=options.mix_code, trust=options.trust, everything=options.all)
     print(f"{out}: open it in a browser, or print it\n{card_file(out)}: settings and results, as Markdown")
+    return 0
+
+
+@verb(
+    argument("folder", type=Path, help="folder of the study's runs, finished or not"),
+    argument("--out", type=Path, help="page to write (default: report.html in the folder)"),
+    argument("--every", metavar="SECONDS", default="5", help="between two pages (default: 5)"),
+    argument("--once", action="store_true", help="write one page and end, as cron needs it"),
+    MIX_CODE,
+    TRUST,
+    examples="""
+  moe-rl watch runs/routing_replay               until Ctrl-C
+  moe-rl watch runs/routing_replay --once --out /var/www/study.html
+Figures and tables change with each checkpoint (--set save_every=N).""",
+)
+def watch(options: argparse.Namespace) -> int:
+    """Write the page of a study again and again."""
+    from moe_rl.results.study_page import Live
+    from moe_rl.storage.links import replaced
+
+    every = _between("--every", options.every, 1, 3600, "the seconds between two pages", "5")
+    _make_importable(options)
+    out = options.out or replaced(options.folder / "report.html")
+    live = Live(options.folder, out, mix_code=options.mix_code, trust=options.trust)
+    try:
+        live.write(60 if options.once else every)
+        print(f"{out}: open it in a browser" + "; Ctrl-C ends" * (not options.once), flush=True)
+        while not options.once:
+            began = time.monotonic()
+            live.write(every)
+            time.sleep(max(every, 4 * (time.monotonic() - began)))  # at most a fifth of a core, which runs need
+    except KeyboardInterrupt:
+        live.write(0)
     return 0
 
 

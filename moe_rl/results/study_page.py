@@ -15,16 +15,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment
 
 from moe_rl.config import Arm, RunConfig, leaves
 from moe_rl.errors import RunError
+from moe_rl.metrics.rounding import number
 from moe_rl.objectives.methods import spell_out
 from moe_rl.objectives.methods_page import head, row
 from moe_rl.results import figures, plots
 from moe_rl.results.rollouts import write_pages
 from moe_rl.results.stats import printed_p
-from moe_rl.results.summary import Metric, compare, configs_of, family, is_imported, metric, verdict_of
+from moe_rl.results.summary import RUN, Metric, compare, configs_of, family, is_imported, metric, verdict_of
 from moe_rl.results.tables import (
     Shown,
     arms_of,
@@ -35,11 +37,14 @@ from moe_rl.results.tables import (
     untrained,
     without_effect,
 )
-from moe_rl.storage.folder import write_text
-from moe_rl.storage.frames import Frames, load_study
+from moe_rl.storage.commits import last_step
+from moe_rl.storage.folder import ENDED, run_folders, state, write_text
+from moe_rl.storage.frames import Frames, labels_of, load_study
 from moe_rl.storage.links import replaced
 from moe_rl.storage.provenance import HARDWARE
+from moe_rl.storage.terminal import duration
 from moe_rl.study.declaration import read_declaration
+from moe_rl.study.display import preparing
 
 ANSWER = {
     "verdict": "Verdict by the declared rule",
@@ -72,6 +77,66 @@ def write_study_page(
     write_text(replaced(card_file(out)), card(frames, declared))
 
 
+class Live:
+    """The page of a study that trains. Tables and figures are made again where a run has a new commit."""
+
+    def __init__(self, folder: Path, out: Path, *, mix_code: bool = False, trust: bool = False) -> None:
+        self.folder, self.out, self.mix_code = folder, out, mix_code
+        self.declared = read_declaration(folder, trust)
+        self.commits: list[int] = []
+        self.values: dict[str, Any] = {}
+        self.rewards: dict[tuple[str, ...], pd.DataFrame] = {}
+
+    def write(self, refresh: float) -> None:
+        """Write the page; a browser reads it again every `refresh` seconds, while a run is running. With 0 it is the
+        last one, for which no table is read. Raises RunError for collected tables."""
+        runs = [(path, state(path)) for path in run_folders(self.folder)]
+        if not runs and (self.folder / "runs.parquet").exists():
+            raise RunError(f"{self.folder} has tables of runs that ended: moe-rl report writes their page")
+        commits = [last_step(path) for path, _ in runs]
+        if refresh and commits != self.commits and any(commits):
+            frames = load_study(self.folder, unfinished=True, mix_code=self.mix_code)
+            self.values = shown(frames, self.declared, self.out, live=True)
+            self.rewards = dict(list(frames["steps"].groupby(RUN)))
+            self.commits = commits
+        going = [now["seconds_left"] or 0.0 for _, now in runs if now["state"] == "running"]
+        ended = sum(now["state"] in ENDED for _, now in runs)
+        text = f"{ended} of {len(runs)} runs have ended, {len(going)} are running. "
+        text += f"The longest needs {duration(max(going))} more. " if any(going) else ""
+        live = [self._row(path, now) for path, now in runs]
+        values = {
+            "live": live,
+            "now": f"{text}Written at {time.strftime('%H:%M:%S')}.",
+            "refresh": refresh if going else 0,
+        }
+        render(self.out, self.declared, self.values | values)
+
+    def _row(self, path: Path, now: Mapping[str, Any]) -> dict[str, Any]:
+        """Name, progress and curve of a run: at most 60 points in a box of 128 × 24."""
+        labels = labels_of(path)
+        steps = self.rewards.get(tuple(labels[one] for one in RUN))
+        points = (
+            "" if steps is None or "reward" not in steps else _points(steps.dropna(subset=["reward"]), now["steps"])
+        )
+        left = f"{duration(now['seconds_left'])} left" if now["state"] == "running" and now["seconds_left"] else ""
+        begun = now["step"] or now["state"] != "running"
+        return {
+            "name": f"{labels['arm']}, {labels['condition']}, seed {labels['seed']}".replace(", base,", ","),
+            "state": left or (now["state"] if begun else preparing(now)),
+            "reward": "–" if now.get("reward") is None else number(now["reward"], ".3f"),
+            "points": points,
+            **{key: now[key] for key in ("step", "steps")},
+        }
+
+
+def _points(steps: pd.DataFrame, last: int) -> str:
+    """Rewards over the steps of a run as the points of an SVG, from 0 below to 1 above, or to the highest."""
+    kept = steps.sort_values("step").iloc[:: -(-len(steps) // 60) or 1]
+    low, high = min(kept["reward"].min(), 0), max(kept["reward"].max(), 1)
+    y = 23 - 22 * (kept["reward"] - low) / (high - low)
+    return " ".join(f"{128 * x / last:.1f},{height:.1f}" for x, height in zip(kept["step"], y, strict=True))
+
+
 def render(out: Path, declared: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Fill the template, and write the page."""
     template = resources.files("moe_rl.results").joinpath("study_page.html").read_text(encoding="utf-8")
@@ -79,8 +144,10 @@ def render(out: Path, declared: Mapping[str, Any], values: Mapping[str, Any]) ->
     write_text(out, Environment(autoescape=True).from_string(template).render(declared=declared, **values))
 
 
-def shown(frames: Frames, declared: Mapping[str, Any], out: Path, *, everything: bool = False) -> dict[str, Any]:
-    """What the template shows of a study's tables."""
+def shown(
+    frames: Frames, declared: Mapping[str, Any], out: Path, *, everything: bool = False, live: bool = False
+) -> dict[str, Any]:
+    """What the template shows of a study's tables, and the pages of rollouts, which a `live` one has not."""
     exploratory = "No rule was declared, so all differences are exploratory."
     seeds = sorted(map(int, frames.runs["seed"].unique()))
     texts = dict(declared) | {
@@ -91,7 +158,7 @@ def shown(frames: Frames, declared: Mapping[str, Any], out: Path, *, everything:
         "untrained": " ".join([untrained(frames), without_effect(frames, declared)]).strip(),
     }
     rollouts: dict[str, dict[int, str]] = {}
-    for arm, seed, page in write_pages(frames.runs, out):
+    for arm, seed, page in () if live else write_pages(frames.runs, out):
         rollouts.setdefault(arm, {})[seed] = page
     return {
         "answer": {title: texts[key] for key, title in ANSWER.items()},

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,11 +16,14 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from moe_rl import cli
 from moe_rl.config import Arm, RunConfig
+from moe_rl.errors import RunError
 from moe_rl.results import figures
 from moe_rl.results.printed import print_study
-from moe_rl.results.study_page import card, card_file, write_study_page
+from moe_rl.results.study_page import Live, card, card_file, write_study_page
 from moe_rl.results.tables import cautions, cost_table
+from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import Frames
 from moe_rl.study.declaration import write_declaration
 from tests import fake_study
@@ -27,6 +31,7 @@ from tests.results.test_factors import DECLARED
 from tests.results.test_summary import with_curves
 from tests.test_cli import fake_runs
 
+TABLES = Path(__file__).parents[2] / "studies" / "routing_replay"
 HOSTILE = '<script>alert("x")</script> & $100 ${title}'
 
 
@@ -259,3 +264,80 @@ def test_the_card_says_what_was_run_and_every_declared_difference():
     lost = Frames(more.assign(state=["finished"] * 5 + ["diverged"], steps=[8] * 5 + [10]), {"steps": steps})
     text = card(lost, declared | {"further_endpoints": ["entropy"]})
     assert "| gspo − grpo | 3 |" in text and "(n = 1)" in text and "Seeds left out" in text
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    """A study of which one run has finished and another has measured six of its twelve steps, and goes on."""
+    monkeypatch.setattr("moe_rl.results.study_page._figures", lambda *_, **__: ())
+    write_declaration(fake_study.study, tmp_path)
+    one = fake_study.study.base
+    runs = [
+        (RunFolder.open(tmp_path / f"fake/{a.name}/base/seed=0", c.to_dict(), c.hash), c)
+        for a in fake_study.study.arms[:2]
+        for c in [one.replace(arm=a)]
+    ]
+    fake_study.train(runs[0][1], runs[0][0], cache=tmp_path)
+    runs[0][0].__exit__()
+    with runs[1][0] as folder:
+        yield tmp_path / "fake", folder, fake_study.fake_tables(runs[1][1])
+
+
+def commit(folder: RunFolder, rows: dict, steps: range) -> None:
+    for table, every in rows.items():
+        folder.add(table, [row for row in every if row["step"] in steps])
+    folder.progress(steps[-1], reward=0.25, seconds_per_step=30.0)
+    folder.commit(steps[-1], lambda path: (path / "weights.npy").write_bytes(b""))
+
+
+def test_a_page_of_runs_that_train_is_read_again_until_they_end(training):
+    root, folder, rows = training
+    page = Live(root, root / "page.html", mix_code=True)
+
+    def written(refresh: float) -> str:
+        page.write(refresh)
+        text = (root / "page.html").read_text()
+        reader = Reader()
+        reader.feed(text)
+        assert "script" not in reader.tags and reader.loaded == []
+        return text
+
+    text = written(5)
+    assert "grpo-replay, seed 0</td><td>0/12" in text and "refresh" in text, "no rows, and nobody knows how long"
+    commit(folder, rows, range(1, 7))
+    text = written(5)
+    assert '<meta http-equiv="refresh" content="5">' in text and "1 of 2 runs have ended, 1 are running." in text
+    assert "grpo-replay, seed 0</td><td>6/12" in text and '<progress value="6" max="12">' in text
+    assert "The longest needs 3 min more." in text and "<td>3 min left</td>" in text and "<td>0.250</td>" in text
+    whole, half = re.findall(r'points="(.*?)"', text)
+    assert (whole.count(","), half.count(",")) == (12, 6) and whole.split()[-1].startswith("128.0,")
+    assert half.split()[-1].startswith("64.0,") and "gspo" not in text.partition("<h2>Results")[0]
+    folder.progress(7, reward=0.5, seconds_per_step=30.0)
+    assert "7/12" in (later := written(5)) and later.count("<h3>") == text.count("<h3>"), "tables stay as they were"
+    assert "refresh" not in written(0)
+    commit(folder, rows, range(7, 13))
+    folder.finish()
+    folder.__exit__()
+    assert "2 of 2 runs have ended, 0 are running." in written(5) and "refresh" not in written(5)
+
+
+def test_watch_ends_with_ctrl_c_and_leaves_a_page_that_is_not_read_again(training, monkeypatch, capsys):
+    root, folder, rows = training
+    commit(folder, rows, range(1, 7))
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        assert 'content="2.0"' in (root / "report.html").read_text()
+        if len(pauses) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", pause)
+    assert cli.main(["watch", str(root), "--every", "2", "--mix-code"]) == 0
+    assert len(pauses) == 2 and min(pauses) >= 2 and "Ctrl-C ends" in capsys.readouterr().out
+    text = (root / "report.html").read_text()
+    assert "refresh" not in text and "6/12" in text and not [*root.glob(".tmp*")]
+    assert cli.main(["watch", str(root), "--once", "--mix-code"]) == 0 and len(pauses) == 2
+    assert 'content="60"' in (root / "report.html").read_text()
+    with pytest.raises(RunError, match="moe-rl report writes their page"):
+        Live(TABLES, root / "page.html").write(5)
