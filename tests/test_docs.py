@@ -115,12 +115,19 @@ def test_a_row_is_a_configuration(monkeypatch):
     exec(python_block((DOCS / "studies.md").read_text(), "RunConfig.from_dict"), names | {"RunConfig": RunConfig})
 
 
+def test_the_tables_of_a_study_are_frames_and_latex(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT / "studies")
+    exec(python_block((DOCS / "studies.md").read_text(), "to_latex"), {})
+    assert "gspo\\_short & lag=2 & $" in (out := capsys.readouterr().out) and "2.0" in out
+
+
 ELSEWHERE = {
     "runs collect": "tests/study/test_collect.py",
     "rerun": "tests/study/test_rerun.py",
     "new": "tests/test_new.py",
     "runs list": "tests/test_cli.py",
     "runs read": "tests/results/test_rollouts.py",
+    "watch": "tests/results/test_study_page.py",
 }
 """Who runs the commands that are not run here."""
 RUN_HERE = [
@@ -145,7 +152,9 @@ def test_a_command_does_what_its_page_says(words, tmp_path, monkeypatch, capsys)
     words = [*words, *["--dry-run"] * (words[0] == "run" and "--dry-run" not in words)]
     if words[0] in ("plot", "report"):  # as users have it, without the types that these tests check
         done = subprocess.run([sys.executable, "-m", "moe_rl", *words], env=os.environ | {"PYTHONPATH": str(ROOT)})
-        written = {"plot": "figures/learning_by_condition.svg", "report": "report.html"}[words[0]]
+        paper = "--style" in words
+        figure = "figures/lag=2/learning.pdf" if paper else "figures/learning_by_condition.svg"
+        written = {"plot": figure, "report": "report.html"}[words[0]]
         assert done.returncode == 0 and (Path(words[1]) / written).exists()
         return
     assert cli.main(words) == 0

@@ -207,8 +207,8 @@ def export(options: argparse.Namespace) -> int:
     frames = load_study(options.folder, unfinished=options.unfinished, mix_code=options.mix_code)
     folder = Path(options.to)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, frame in {"runs": frames.runs, **frames.tables}.items():
-        file = replaced(folder / f"{name}.csv")
+    for name in ("runs", *frames.tables):
+        file, frame = replaced(folder / f"{name}.csv"), frames.to_pandas(name)
         frame.to_csv(file, index=False)
         print(f"{file}: {len(frame)} rows")
     for text in frames.left_out:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def check(study: Study) -> None:
     """Raise ConfigError for a figure, a factor, a metric or a verdict that does not exist."""
     from moe_rl.results import figures
-    from moe_rl.results.summary import factor_of, metric, settings_of
+    from moe_rl.results.summary import factor_of, metric
+    from moe_rl.storage.frames import settings_of
 
     for name in (study.endpoint, *study.further_endpoints, *study.metrics):
         metric(name)

@@ -22,7 +22,7 @@ from moe_rl.metrics.convergence import collapse, second_half_mean
 from moe_rl.registry import Component, lookup
 from moe_rl.results.stats import Paired, holm, interval, paired, rate
 from moe_rl.storage.columns import unknown
-from moe_rl.storage.frames import Frames
+from moe_rl.storage.frames import Frames, settings_of
 from moe_rl.study.declaration import ACROSS, find_study_file, load_verdict
 
 RUN = ["arm", "condition", "seed"]
@@ -312,15 +312,6 @@ def factor_of(name: str) -> str | None:
     return name.removeprefix(ACROSS).partition(":")[0] if name.startswith(ACROSS) else None
 
 
-def settings_of(condition: str) -> dict[str, float | str]:
-    """The settings that a condition names: `optimizer.lr=0.0004,task=x` → numbers and words.
-
-    As in the run's path, where every character of a word beyond letters, digits and `._+-` reads `_`.
-    """
-    pairs = (part.partition("=") for part in condition.split(",") if "=" in part)
-    return {key: _number(text) for key, _, text in pairs}
-
-
 def against(frames: Frames, factor: str, metric: Metric) -> pd.DataFrame:
     """One row per run: arm, seed, `x` (the factor's value), `value` (the metric's), `others` (the other factors) and
     `condition` (all of them).
@@ -356,13 +347,6 @@ def geometrically_spaced(values: Sequence[float]) -> bool:
         return False
     steps = np.diff(np.log(x))
     return bool(x[-1] > 10 * x[0] or (len(x) > 2 and np.allclose(steps, steps.mean(), rtol=0.1)))
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 # ---------------------------------------------------------------------- the study's own rule

@@ -19,6 +19,7 @@ from moe_rl.objectives.spelling import fill_in
 from moe_rl.results.stats import FEWEST, TOO_FEW, Interval, difference, interval, printed_p
 from moe_rl.results.summary import (
     FATES,
+    MAIN,
     RUN,
     Metric,
     compare,
@@ -119,6 +120,31 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     spelled = {one.arm.name: spell_out(one.arm) for one in configs_of(frames)}
     note += ["Arms: " + "; ".join(f"{arm} is {spelled[arm]}" for arm in arms if arm in spelled) + "."] * bool(spelled)
     return Shown(f"{declared['name']}: {_made_of(frames)}", header, rows, " ".join(filter(None, note)))
+
+
+def latex(frames: Frames, metrics: Sequence[str], arms: Sequence[str] = ()) -> str:
+    """Arms × metrics with intervals over seeds, for booktabs; the first line is a comment on n and method."""
+    chosen = [metric(name) for name in metrics or (MAIN.name,)]
+    frames, several = frames.of_arms(arms) if arms else frames, len(frames.conditions) > 1
+    head, rows, found = ["arm", *["condition"] * several, *(one.name for one in chosen)], [], list[Interval]()
+    for condition in frames.conditions:
+        values = [per_run(frames.condition(condition), one).dropna() for one in chosen]
+        for arm in arms or frames.runs["arm"].unique():
+            means = [interval(of) if (of := _of(column, arm)) else None for column in values]
+            cells = (
+                "$" + str(mean).removesuffix(" [–]").replace(" [", "\\ [") + "$" if mean else "--" for mean in means
+            )
+            rows.append(" & ".join([*map(_tex, [arm, *[condition] * several]), *cells]) + r" \\")
+            found += filter(None, means)
+    seeds = " to ".join(map(str, sorted({f(mean.n for mean in found) for f in (min, max)}))) if found else "0"
+    body = [" & ".join(map(_tex, head)) + r" \\", r"\midrule", *rows]
+    columns = "l" * (1 + several) + "r" * len(chosen)
+    start = [f"% Means over n = {seeds} seeds. {_methods(found)}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
+    return "\n".join([*start, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _tex(text: str) -> str:
+    return re.sub(r"([&%$#_{}])", r"\\\1", text.replace("\\", "/"))
 
 
 def _mean(values: Sequence[float], form: str, seeds: int) -> str:

@@ -15,6 +15,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from moe_rl.errors import OLD_NAMES, RunError, renamed
+from moe_rl.registry import import_component
 from moe_rl.registry import unknown as no_such
 from moe_rl.storage.columns import TABLES, pooled, timing
 from moe_rl.storage.commits import read_parquet, read_rows
@@ -61,6 +62,26 @@ class Frames:
         chosen = self._where(lambda f: [key in wanted for key in f[LABELS[:4]].itertuples(index=False, name=None)])
         return replace(chosen, left_out=tuple(t for t in self.left_out if t.startswith(tuple(f"{p} (" for p in paths))))
 
+    def to_pandas(self, table: str = "runs") -> pd.DataFrame:
+        """A table with a column for each factor behind its labels, such as `optimizer.lr`: a number where all values
+        are numbers. A factor that is called as a column of the table gets the name `condition.<factor>`."""
+        if table != "runs" and table not in self.tables:
+            no_such("table", table, ["runs", *self.tables])
+        frame = (self.runs if table == "runs" else self.tables[table]).copy()
+        settings = {condition: settings_of(condition) for condition in frame["condition"].unique()}
+        for i, key in enumerate(dict.fromkeys(key for one in settings.values() for key in one)):
+            name = key if key not in frame else f"condition.{key}"
+            frame.insert(
+                sum(label in frame for label in LABELS) + i,
+                name,
+                frame["condition"].map(lambda one, key=key: settings[one].get(key)),
+            )
+        return frame
+
+    def to_latex(self, *metrics: str, arms: Sequence[str] = ()) -> str:
+        """Arms and metrics as a table for LaTeX with booktabs: the mean over seeds and, from n = 4 on, its interval."""
+        return import_component("table", "latex", "moe_rl.results.tables:latex")(self, metrics, arms)
+
     def of_arms(self, arms: Sequence[str], known: Sequence[str] = ()) -> Frames:
         """The rows of some arms. Raises ConfigError for one that is not `known`, by default those of the runs."""
         for arm in arms:
@@ -77,6 +98,22 @@ class Frames:
     def _where(self, rows: Callable[[pd.DataFrame], Any]) -> Frames:
         tables = {name: table[rows(table)] if len(table) else table for name, table in self.tables.items()}
         return Frames(self.runs[rows(self.runs)] if len(self.runs) else self.runs, tables)
+
+
+def settings_of(condition: str) -> dict[str, float | str]:
+    """The settings that a condition names: `optimizer.lr=0.0004,task=x` → numbers and words.
+
+    As in the run's path, where every character of a word beyond letters, digits and `._+-` reads `_`.
+    """
+    pairs = (part.partition("=") for part in condition.split(",") if "=" in part)
+    return {key: _number(text) for key, _, text in pairs}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True)

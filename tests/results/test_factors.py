@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,11 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
-from moe_rl.errors import RunError
-from moe_rl.results import figures, plots
-from moe_rl.results.summary import MAIN, against, geometrically_spaced, settings_of
+from moe_rl.errors import ConfigError, RunError
+from moe_rl.results import figures, plots, stats
+from moe_rl.results.summary import MAIN, against, geometrically_spaced
 from moe_rl.results.tables import short_table, study_tables
-from moe_rl.storage.frames import Frames
+from moe_rl.storage.frames import Frames, load_study, settings_of
 from tests.results.test_summary import with_curves
 
 ROOT = Path(__file__).parents[2]
@@ -178,3 +179,34 @@ def test_the_short_table_counts_collapses_and_shows_what_was_measured():
     fallen.tables["steps"] = fallen["steps"].assign(token_ess=0.9)
     shown = short_table(fallen, DECLARED)
     assert shown.header[2:] == ("token\nESS", "collapsed") and shown.rows[0][2:] == ("0.90", "1 of 2")
+
+
+def test_tables_have_a_number_for_each_factor_and_lose_no_column():
+    steps = sweep().to_pandas("steps")
+    assert steps["optimizer.lr"].dtype == float and set(steps["optimizer.lr"]) == set(LR)
+    assert all(one["condition"].unique() == [f"optimizer.lr={lr:g}"] for lr, one in steps.groupby("optimizer.lr"))
+    stored = load_study(ROOT / "studies/routing_replay")
+    assert list(stored.to_pandas("updates").columns[:6]) == ["study", "arm", "condition", "seed", "code", "lag"]
+    lags = stored.to_pandas("lags")
+    assert (lags["lag"] == stored["lags"]["lag"]).all(), "the column of the table is not that of the factor"
+    assert lags["condition.lag"].unique().tolist() == [2] and "lag" not in stored.runs
+    assert stored.to_pandas().groupby("lag").size().to_dict() == {0: 9, 2: 9}
+    with pytest.raises(ConfigError, match="no table is called 'step': did you mean steps"):
+        stored.to_pandas("step")
+
+
+def test_a_table_for_latex_has_intervals_from_four_seeds_on_and_escapes_names():
+    curves = {(arm, s): [0.5 + 0.1 * (arm == "a_b") + 0.01 * s] * 8 for arm in ("grpo", "a_b") for s in range(4)}
+    frames = with_curves(curves)
+    text = frames.to_latex("reward, second half", "reward", arms=["a_b", "grpo"])
+    first, grpo = text.splitlines()[5:7]
+    found = re.fullmatch(r"a\\_b & \$(\S+)\\ \[(\S+), (\S+)\]\$ & .* \\\\", first)
+    want = stats.interval([0.6, 0.61, 0.62, 0.63])
+    assert [float(x) for x in found.groups()] == pytest.approx([want.mean, want.low, want.high], abs=6e-3)
+    assert text.startswith("% Means over n = 4 seeds. Intervals: 95% Student t") and grpo.startswith("grpo & $0.52")
+    few = frames._where(lambda rows: rows["seed"] < 3)
+    assert "$0.61$" in few.to_latex() and "[" not in few.to_latex() and "none below n = 4" in few.to_latex()
+    with pytest.raises(ConfigError, match="no arm is called 'gspo'"):
+        frames.to_latex(arms=["gspo"])
+    with pytest.raises(ConfigError, match="no metric is called 'rewards'"):
+        frames.to_latex("rewards")
