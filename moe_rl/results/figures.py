@@ -76,15 +76,32 @@ def learning(
     frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN, comparisons: Sequence[Sequence[str]] = ()
 ) -> Figure:
     """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step), and the
-    endpoint's differences within seeds. What no run measured has no panel."""
-    differences = differences_of(frames, arms, endpoint, comparisons)
-    measured = {column: title for column, title in LEARNING.items() if frames["steps"].get(column, NONE).notna().any()}
-    panels = measured or LEARNING
-    figure, axes = plots.new_figure(len(panels) + bool(differences), "Reward and held-out match over training")
-    note = draw_learning(axes, panels, frames, arms)
-    if differences:
-        note += draw_differences(axes[-1], differences, arms, endpoint)
-    return plots.finish(figure, axes[: len(panels)], note)
+    endpoint's differences within seeds. A row of panels per condition; of several, one held-out match.
+
+    What no run measured has no panel.
+    """
+    measured = [column for column in LEARNING if frames["steps"].get(column, NONE).notna().any()] or [*LEARNING]
+    panels = {column: LEARNING[column] for column in measured[: 2 if len(frames.conditions) > 1 else None]}
+    found = {one: differences_of(frames.condition(one), arms, endpoint, comparisons) for one in frames.conditions}
+    wide = len(panels) + any(found.values())
+    figure, axes = plots.new_figure(wide * len(found), "Reward and held-out match over training")
+    notes: dict[str, str] = {}
+    curves, apart = list[Axes](), list[Axes]()
+    for i, (condition, differences) in enumerate(found.items()):
+        row = axes[wide * i : wide * (i + 1)]
+        note = draw_learning(row, panels, frames.condition(condition), arms)
+        if differences:
+            note += draw_differences(row[-1], differences, arms, endpoint)
+            apart.append(row[-1])
+        elif wide > len(panels):
+            row.pop().remove()
+        notes[note] = f"{notes[note]}, {condition}" if note in notes else condition
+        curves += row[: len(panels)]
+        _title(row, condition, frames)
+    plots.same_limits(apart, "x")
+    plots.same_limits(curves)
+    texts = notes if len(notes) == 1 else (f"{names}: {note}" for note, names in notes.items())
+    return plots.finish(figure, curves, "; ".join(texts))
 
 
 def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frames, arms: Sequence[str]) -> str:
@@ -94,7 +111,6 @@ def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frame
         note = plots.curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
         plots.cold_start(ax, frames["steps"], column)
         ax.set(title=title, xlabel="step" + window, ylabel="mean reward" if column == "reward" else "share of prompts")
-    plots.same_limits(axes[: len(panels)])
     return note
 
 
@@ -254,34 +270,6 @@ def engine_mismatch(frames: Frames, arms: Sequence[str]) -> Figure:
 
 # ---------------------------------------------------------------------- runs, and a number per run against a factor
 @plots.styled
-def learning_by_condition(
-    frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN, comparisons: Sequence[Sequence[str]] = ()
-) -> Figure:
-    """Training reward and greedy held-out exact match over steps, and the endpoint's differences within seeds: a row of
-    panels per condition."""
-    columns = [c for c in ("reward", "eval_exact_greedy") if frames["steps"].get(c, NONE).notna().any()] or ["reward"]
-    panels, wide = {column: LEARNING[column] for column in columns}, len(columns) + 1
-    figure, axes = plots.new_figure(wide * len(frames.conditions), "Reward and held-out match over training")
-    notes: dict[str, str] = {}
-    apart: list[Axes] = []
-    for i, condition in enumerate(frames.conditions):
-        row, here = axes[wide * i : wide * (i + 1)], frames.condition(condition)
-        note = draw_learning(row, panels, here, arms)
-        if differences := differences_of(here, arms, endpoint, comparisons):
-            note += draw_differences(row[-1], differences, arms, endpoint)
-            apart.append(row[-1])
-        else:
-            row.pop().remove()
-        notes[note] = f"{notes[note]}, {condition}" if note in notes else condition
-        _title(row, condition, frames)
-    plots.same_limits(apart, "x")
-    curves = [ax for i, ax in enumerate(axes) if i % wide < wide - 1]
-    plots.same_limits(curves)
-    texts = notes if len(notes) == 1 else (f"{names}: {note}" for note, names in notes.items())
-    return plots.finish(figure, curves, "; ".join(texts))
-
-
-@plots.styled
 def ratios(frames: Frames, arms: Sequence[str]) -> Figure:
     """Effective sample size of tokens, variance of token log-ratios and clipped share over steps: a row of panels per
     condition."""
@@ -434,18 +422,9 @@ def mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:
 # ---------------------------------------------------------------------- by name
 FIGURES: dict[str, Draw] = {
     one.__name__: one
-    for one in (
-        learning,
-        clipping,
-        expert_change,
-        ratio_spread,
-        variance_shares,
-        engine_mismatch,
-        learning_by_condition,
-        ratios,
-        layers,
-    )
+    for one in (learning, clipping, expert_change, ratio_spread, variance_shares, engine_mismatch, ratios, layers)
 }
+FIGURES["learning_by_condition"] = learning
 TOGETHER = ("learning_by_condition", "ratios", "layers")
 """Figures of all conditions, as `against:…` are. The page of every study shows them."""
 
@@ -516,12 +495,6 @@ def _check(figure: object) -> None:
 def file_name(name: str) -> str:
     """The name of a figure's files."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name)
-
-
-def sentence(figure: Figure) -> str:
-    """The note of a figure, for a caption."""
-    note = str(figure.get_label())
-    return f"{note[:1].upper()}{note[1:]}." if note else ""
 
 
 def title_of(name: str) -> str:

@@ -208,15 +208,16 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
     """Legend and note below the panels; the note alone where panels have legends of their own. The note is also the
     figure's label, for a caption."""
     look = LOOK.get(Look())
-    figure.set_label(note)
+    figure.set_label(f"{note[:1].upper()}{note[1:]}." if note else "")
     for ax in figure.axes:  # of panels that share a scale only the first of a row names it
         spec = ax.get_subplotspec()
         if spec and not spec.is_first_col() and len(ax.get_shared_y_axes().get_siblings(ax)) > 1:
             ax.set_ylabel("")
     if look.paper:
         _thin(figure)
+    whole: dict[Text, str] = {}
     for _ in range(2 * bool(look.width)):  # what is broken leaves less room for the rest
-        _wrap(figure)
+        _wrap(figure, whole)
     note = "" if look.paper else textwrap.fill(note, int(13 * figure.get_figwidth()))
     entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if legend and (entries or note):
@@ -245,18 +246,20 @@ def _thin(figure: Figure) -> None:
             artist.set_markersize(0.7 * artist.get_markersize())
 
 
-def _wrap(figure: Figure) -> None:
-    """Break titles and labels that are longer than their panel; turn ticks that would overlap, or make it higher."""
+def _wrap(figure: Figure, whole: dict[Text, str]) -> None:
+    """Break titles and labels that are longer than their panel; turn ticks that would overlap, or make it higher;
+    `whole` keeps the texts."""
     figure.draw_without_rendering()
     more = 0.0
     for ax in figure.axes:
         box = ax.get_window_extent()
         titles = [one for one in ax.get_children() if isinstance(one, Text) and one.get_text()]
         for text in (*titles, ax.xaxis.label, ax.yaxis.label):
-            lines, long = text.get_text().split("\n"), text.get_window_extent()
+            long, lines = text.get_window_extent(), text.get_text().split("\n")
             over = long.height / box.height if text is ax.yaxis.label else long.width / box.width
             if over > 1:
                 most = int(max(map(len, lines)) / over)
+                lines = whole.setdefault(text, text.get_text()).split("\n")
                 text.set_text("\n".join(textwrap.fill(line, most) for line in lines))
         boxes = [
             tick.get_window_extent() for tick in ax.get_xticklabels() if tick.get_text() and not tick.get_rotation()

@@ -161,7 +161,7 @@ def draw_figures(
         files = plots.save(figure, where, figures.file_name(name), formats)
         say(console, f"figure {files[0]}" + f" (and {', '.join(f.suffix for f in files[1:])})" * (len(files) > 1))
         if plots.LOOK.get(plots.Look()).paper:
-            say(console, f"caption: {figures.title_of(name)} {figures.sentence(figure)}", wrap=True)
+            say(console, f"caption: {figures.title_of(name)} {figure.get_label()}", wrap=True)
 
 
 def by_message(failures: Sequence[Failure]) -> dict[str, list[Path]]:
