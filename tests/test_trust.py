@@ -63,6 +63,7 @@ def name(folder, **what):
 COMMANDS = {
     "plot": [],
     "report": [],
+    "watch": ["--once"],
     "runs list": [],
     "runs show": ["{run}"],
     "runs diff": ["{run}", "{other}"],
@@ -78,6 +79,7 @@ COMMANDS = {
 ENDS = {
     "plot": 0,
     "report": 0,
+    "watch": 0,
     "runs list": 0,
     "runs show": 0,
     "runs diff": 1,

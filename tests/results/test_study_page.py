@@ -80,6 +80,7 @@ def test_the_page_is_whole_and_loads_nothing(page):
     assert reader.open == [] and "script" not in reader.tags and "link" not in reader.tags
     assert reader.loaded and all(source.startswith("data:image/svg+xml;base64,") for source in reader.loaded)
     assert not re.search(r"url\(|@import", text) and "default-src 'none'" in text and "@media print" in text
+    assert "prefers-color-scheme: dark" in text and 'http-equiv="refresh' not in text
 
 
 def test_text_from_a_declaration_is_text(page):
