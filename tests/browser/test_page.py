@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
 import torch
 
@@ -36,17 +33,6 @@ CONTRAST = """() => {
     return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
   });
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Debian's Chromium, or whichever is there, else the one that Playwright has installed."""
-    names = ("chromium-headless-shell", "chromium", "google-chrome")
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"] if os.geteuid() == 0 else [])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +142,7 @@ def test_the_map_shows_layer_by_position_and_selects(page):
 
     def pixel(t, s):
         place = [(t + 0.4) * width, page.evaluate("top_") + (s + 0.5) * page.evaluate("ch")]
-        read = "([x, y]) => [...conditions.getContext('2d').getImageData(x * ratio, y * ratio, 1, 1).data]"
+        read = "([x, y]) => [...cells.getContext('2d').getImageData(x * ratio, y * ratio, 1, 1).data]"
         return page.evaluate(read, place)
 
     for s in range(3):
