@@ -14,7 +14,7 @@ VERSIONS := .venv-versions
 VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformers-5.19.0 transformers-newest \
   torch-2.6.0 torch-newest
 
-.PHONY: setup study results notebooks test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
+.PHONY: setup study results notebooks screenshots test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
   test-slurm test-gpu bench-gpu test-wheel docs report gallery lint clean
 
 setup: $(STAMP)
@@ -36,6 +36,10 @@ notebooks: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[notebooks]"
 	OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m nbconvert --to notebook --execute --inplace \
 	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+
+# The pictures of the README: a study's page, a diagnosis, the routing of a response.
+screenshots: $(BROWSER)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(BROWSER) $(BIN)/python docs/screenshots.py
 
 # README, docs, the studies' pages and the docstrings as one site, in build/site; a link that leads nowhere fails it.
 $(SPHINX): $(STAMP)
