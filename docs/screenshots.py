@@ -81,6 +81,8 @@ def main() -> None:
         for page, height in (("report", 1000), ("diagnosis", 900), ("response", 900)):
             tab = browser.new_page(viewport={"width": 1100, "height": height})
             tab.goto((folder / f"{page}.html").as_uri())
+            if page == "report":
+                tab.get_by_role("heading", name="Figures").evaluate("heading => heading.scrollIntoView()")
             tab.screenshot(path=str(HERE / "img" / f"{page}.png"))
         browser.close()
 
