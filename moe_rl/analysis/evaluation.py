@@ -233,7 +233,9 @@ def ask(
         for i, prompt in enumerate(part, start=first):
             samples = [row | {"text": rollout.text} for row, rollout in completions if row["problem"] == i]
             if isinstance(task, JsonlTask) and task.match != "exact" and importlib.util.find_spec("math_verify"):
-                samples = [one | {"math_verify": float(verified(prompt.answer or "", one["text"]))} for one in samples]
+                samples = [
+                    sample | {"math_verify": float(verified(prompt.answer or "", sample["text"]))} for sample in samples
+                ]
             line = {"problem": i, "question": prompt.text, "answer": prompt.answer, "samples": samples}
             lines.append(json.dumps(line) + "\n")
         with file.open("a", encoding="utf-8") as out:

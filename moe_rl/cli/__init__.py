@@ -89,7 +89,7 @@ def parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
 
     Raises ConfigError where the part of the package that has the command is not installed."""
     parser = argparse.ArgumentParser("moe-rl", description="Measure and control Mixture-of-Experts routing during RL.")
-    version = next((found.version for found in importlib.metadata.distributions(name="moe_rl")), "(not installed)")
+    version = next((package.version for package in importlib.metadata.distributions(name="moe_rl")), "(not installed)")
     parser.add_argument("--version", action="version", version=f"moe-rl {version}", help="print the version")
     below = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
     for group, summary in GROUPS.items():

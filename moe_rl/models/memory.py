@@ -89,12 +89,12 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     scored = run.micro_batch_tokens or 4 * run.micro_batch * time
     by_layer = ATTENTION * sizes.hidden * width
     pairs = (PAIR_HIDDEN * sizes.hidden + PAIR_INNER * sizes.inner) * width
-    whole = sizes.layers * by_layer + sizes.routed * pairs
-    one = whole / sizes.layers
+    all_layers = sizes.layers * by_layer + sizes.routed * pairs
+    one_layer = all_layers / sizes.layers
     states, gradients = _states(policy, run.model.dtype)
     gathered = 2 * sizes.largest * width if policy.name == "fsdp" else 0
     held = states * sizes.parameters / ranks + gathered
-    kept = sizes.layers * sizes.hidden * width + one if run.activation_checkpointing else whole
+    of_a_token = sizes.layers * sizes.hidden * width + one_layer if run.activation_checkpointing else all_layers
     engine = Component.read(run.engine)
     rows = min(int(engine.options.get("max_rows", 512)), run.prompts_per_step * run.group_size)
 
@@ -104,13 +104,13 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     phases = {
         "update": {
             "weights, gradients, optimizer": held + gradients * sizes.parameters / ranks,
-            "activations": float(tokens * kept),
+            "activations": float(tokens * of_a_token),
             "head": head(tokens),
             "routing": float(tokens * sizes.routed * 10),
         },
         "score": {
             "weights, optimizer": held,
-            "activations": float(scored * one),
+            "activations": float(scored * one_layer),
             "head": head(scored),
             "routing": float(scored * sizes.routed * 10),
         },

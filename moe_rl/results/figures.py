@@ -82,12 +82,15 @@ def learning(
     """
     measured = [column for column in LEARNING if frames["steps"].get(column, NONE).notna().any()] or [*LEARNING]
     panels = {column: LEARNING[column] for column in measured[: 2 if len(frames.conditions) > 1 else None]}
-    found = {one: differences_of(frames.condition(one), arms, endpoint, comparisons) for one in frames.conditions}
-    wide = len(panels) + any(found.values())
-    figure, axes = plots.new_figure(wide * len(found), "Reward and held-out match over training")
+    by_condition = {
+        condition: differences_of(frames.condition(condition), arms, endpoint, comparisons)
+        for condition in frames.conditions
+    }
+    wide = len(panels) + any(by_condition.values())
+    figure, axes = plots.new_figure(wide * len(by_condition), "Reward and held-out match over training")
     notes: dict[str, str] = {}
     curves, apart = list[Axes](), list[Axes]()
-    for i, (condition, differences) in enumerate(found.items()):
+    for i, (condition, differences) in enumerate(by_condition.items()):
         row = axes[wide * i : wide * (i + 1)]
         note = draw_learning(row, panels, frames.condition(condition), arms)
         if differences:
@@ -421,8 +424,8 @@ def mean_by(frame: pd.DataFrame, column: str, by: str) -> pd.DataFrame:
 
 # ---------------------------------------------------------------------- by name
 FIGURES: dict[str, Draw] = {
-    one.__name__: one
-    for one in (learning, clipping, expert_change, ratio_spread, variance_shares, engine_mismatch, ratios, layers)
+    draws.__name__: draws
+    for draws in (learning, clipping, expert_change, ratio_spread, variance_shares, engine_mismatch, ratios, layers)
 }
 FIGURES["learning_by_condition"] = learning
 TOGETHER = ("learning_by_condition", "ratios", "layers")
@@ -471,18 +474,18 @@ def draw_planned(
             Component(name).own and not name.startswith(ACROSS),
             frames if condition is None else frames.condition(condition),
         )
-        found: Figure | RunError
+        figure: Figure | RunError
         try:
-            found = draw(name, declared["endpoint"], declared["comparisons"])(here, arms)
+            figure = draw(name, declared["endpoint"], declared["comparisons"])(here, arms)
             if own:
-                _check(found)
+                _check(figure)
         except (RunError, ConfigError) as error:  # a study of another version may name another figure
-            found = RunError(str(error))
+            figure = RunError(str(error))
         except (Exception, SystemExit) as error:  # their code may raise anything
             if not own:
                 raise
-            found = RunError(f"{type(error).__name__}: {error}")
-        yield name, condition, found
+            figure = RunError(f"{type(error).__name__}: {error}")
+        yield name, condition, figure
 
 
 def _check(figure: object) -> None:

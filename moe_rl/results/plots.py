@@ -253,7 +253,7 @@ def _wrap(figure: Figure, whole: dict[Text, str]) -> None:
     more = 0.0
     for ax in figure.axes:
         box = ax.get_window_extent()
-        titles = [one for one in ax.get_children() if isinstance(one, Text) and one.get_text()]
+        titles = [text for text in ax.get_children() if isinstance(text, Text) and text.get_text()]
         for text in (*titles, ax.xaxis.label, ax.yaxis.label):
             long, lines = text.get_window_extent(), text.get_text().split("\n")
             over = long.height / box.height if text is ax.yaxis.label else long.width / box.width

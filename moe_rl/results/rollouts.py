@@ -37,19 +37,19 @@ def load_rollouts(run: Path, steps: tuple[int, int] | None = None) -> pd.DataFra
     given steps, both included. Raises RunError where there are none."""
     if read_manifest(run) is None:
         raise RunError(f"{run} is not a run: it has no manifest.json. See `moe-rl runs list`.")
-    found = read_table(run, "rollouts")
-    if not len(found):
+    rows = read_table(run, "rollouts")
+    if not len(rows):
         raise RunError(f"{run} stores no rollouts: it has no checkpoint yet, or ran with measure.rollouts=0")
-    found = found.reindex(columns=found.columns.union(KNOWN))
-    found = found.assign(
-        length=found["response_tokens"].astype("Int64"),
-        ratio=found[["log_ratio_min", "log_ratio_max"]].abs().max(axis=1),
+    rows = rows.reindex(columns=rows.columns.union(KNOWN))
+    rows = rows.assign(
+        length=rows["response_tokens"].astype("Int64"),
+        ratio=rows[["log_ratio_min", "log_ratio_max"]].abs().max(axis=1),
     )
     if steps is not None:
-        first, last = found["step"].min(), found["step"].max()
-        if (found := found[found["step"].between(*steps)]).empty:
+        first, last = rows["step"].min(), rows["step"].max()
+        if (rows := rows[rows["step"].between(*steps)]).empty:
             raise ConfigError(f"--step {steps[0]}:{steps[1]}: {run} stores rollouts of steps {first} to {last}")
-    return found
+    return rows
 
 
 def ordered(rollouts: pd.DataFrame, by: str, ascending: bool = False) -> pd.DataFrame:

@@ -114,7 +114,7 @@ class Live:
     def _row(self, path: Path, now: Mapping[str, Any]) -> dict[str, Any]:
         """Name, progress and curve of a run: at most 60 points in a box of 128 × 24."""
         labels = labels_of(path)
-        steps = self.rewards.get(tuple(labels[one] for one in RUN))
+        steps = self.rewards.get(tuple(labels[label] for label in RUN))
         points = (
             "" if steps is None or "reward" not in steps else _points(steps.dropna(subset=["reward"]), now["steps"])
         )
@@ -131,10 +131,10 @@ class Live:
 
 def _points(steps: pd.DataFrame, last: int) -> str:
     """Rewards over the steps of a run as the points of an SVG, from 0 below to 1 above, or to the highest."""
-    kept = steps.sort_values("step").iloc[:: -(-len(steps) // 60) or 1]
-    low, high = min(kept["reward"].min(), 0), max(kept["reward"].max(), 1)
-    y = 23 - 22 * (kept["reward"] - low) / (high - low)
-    return " ".join(f"{128 * x / last:.1f},{height:.1f}" for x, height in zip(kept["step"], y, strict=True))
+    points = steps.sort_values("step").iloc[:: -(-len(steps) // 60) or 1]
+    low, high = min(points["reward"].min(), 0), max(points["reward"].max(), 1)
+    y = 23 - 22 * (points["reward"] - low) / (high - low)
+    return " ".join(f"{128 * x / last:.1f},{height:.1f}" for x, height in zip(points["step"], y, strict=True))
 
 
 def render(out: Path, declared: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -188,24 +188,28 @@ def card(frames: Frames, declared: Mapping[str, Any]) -> str:
     lines = [*head("set-up", ""), *(_row(*pair) for pair in _set_up(frames, declared, endpoints))]
     tables = (
         [
-            {(c.condition, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], one, asked)}
-            for one in endpoints
+            {(c.condition, c.a, c.b): c for c in compare(frames, arms, declared["comparisons"], endpoint, asked)}
+            for endpoint in endpoints
         ]
         if declared["comparisons"]
         else [{}]
     )
     if tables[0]:
-        titles = [title for one in endpoints for title in (f"{one.name} [95 % CI]", "p")]
+        titles = [title for endpoint in endpoints for title in (f"{endpoint.name} [95 % CI]", "p")]
         lines += ["", *head("difference", *["condition"] * several, "n", *titles)]
         for (condition, a, b), first in tables[0].items():
-            found = [table.get((condition, a, b)) for table in tables]
+            by_endpoint = [table.get((condition, a, b)) for table in tables]
             cells = [f"{a} − {b}", *[condition] * several, str(first.result.n)]
-            for c in found:
+            for c in by_endpoint:
                 other = f" (n = {c.result.n})" if c and c.result.n != first.result.n else ""
                 cells += [f"{c.result.difference}{other}", printed_p(c.p_holm, c.result.n, ".2g")] if c else ["–", "–"]
             lines.append(_row(*cells))
         note = f"p: permuted signs of the seeds' differences, after Holm over the {asked} comparisons of an endpoint."
-        lines += ["", note, *filter(None, (left_out(frames, arms, declared["comparisons"], one) for one in endpoints))]
+        lines += [
+            "",
+            note,
+            *filter(None, (left_out(frames, arms, declared["comparisons"], endpoint) for endpoint in endpoints)),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -234,7 +238,7 @@ def _set_up(frames: Frames, declared: Mapping[str, Any], endpoints: Sequence[Met
     yield "compute", f"{len(frames.runs)} runs, {frames.runs['seconds'].sum() / 3600:.1f} hours of steps"
     runs = frames.runs
     packages, states = ([json.loads(text or "null") or {} for text in runs[name]] for name in ("packages", "git"))
-    yield "processor", _list(one.get("processor", UNRECORDED) for one in packages)
+    yield "processor", _list(versions.get("processor", UNRECORDED) for versions in packages)
     times = [runs[column].dropna().astype(float) for column in ("created", "finished_at")]
     ends = [pick(column) for column, pick in zip(times, (min, max), strict=True) if len(column)]
     days = " to ".join(time.strftime("%Y-%m-%d %H:%M", time.gmtime(end)) for end in ends)
@@ -259,7 +263,7 @@ def _figures(frames: Frames, declared: Mapping[str, Any], every: bool = False) -
 
 def _settings(frames: Frames) -> tuple[Shown, Shown, Shown]:
     """The arms as texts, the settings that differ from their defaults, and the others; each with all its values."""
-    arms = {one.arm.name: spell_out(one.arm) for one in configs_of(frames)}
+    arms = {config.arm.name: spell_out(config.arm) for config in configs_of(frames)}
     usual = {(key, json.dumps(value)) for key, value in leaves(RunConfig(arm=Arm(name="any")).to_dict())}
     values: dict[str, dict[str, None]] = {}
     chosen = set[str]()
@@ -268,7 +272,7 @@ def _settings(frames: Frames) -> tuple[Shown, Shown, Shown]:
         for key, value in leaves({**stored, "arm": None, "seed": None}):
             values.setdefault(key, {})[value if isinstance(value, str) else json.dumps(value)] = None
             chosen |= {key} - {key for key, usually in usual if usually == json.dumps(value)}
-    rows = {key: (key, ", ".join(one)) for key, one in values.items() if key not in ("arm", "seed")}
+    rows = {key: (key, ", ".join(texts)) for key, texts in values.items() if key not in ("arm", "seed")}
     head = ("setting", "value")
     return (
         Shown("Arms", ("arm", "text"), [*arms.items()]),

@@ -198,7 +198,7 @@ def gaps(frames: Frames, pairs: Sequence[Sequence[str]], metric: Metric) -> dict
 def configs_of(frames: Frames) -> list[RunConfig]:
     """The different configurations of the runs; without those of runs whose rows do not hold one."""
     texts = frames.runs["config"].unique() if "config" in frames.runs else ()
-    return [RunConfig.from_dict(one) for one in map(json.loads, texts) if not is_imported(one)]
+    return [RunConfig.from_dict(text) for text in map(json.loads, texts) if not is_imported(text)]
 
 
 def is_imported(config: Mapping[str, Any]) -> bool:
@@ -227,10 +227,10 @@ def summarise(frames: Frames, arms: Sequence[str], own: Sequence[str] = ()) -> p
     `frames` holds one condition, `own` names further metrics. A metric nobody measured has no row.
     """
     table, gap = {}, per_run(frames, metric("engine_kl_k3"))
-    for one in (*METRICS, *map(metric, own), *(ENGINE if gap.max() > SAME_ENGINE else ())):
-        values = per_run(frames, one)
+    for measured in (*METRICS, *map(metric, own), *(ENGINE if gap.max() > SAME_ENGINE else ())):
+        values = per_run(frames, measured)
         if len(values):
-            table[one.name] = {a: interval(values[a].to_list()) for a in arms if a in values.index.levels[0]}
+            table[measured.name] = {a: interval(values[a].to_list()) for a in arms if a in values.index.levels[0]}
     fates = outcomes(frames)
     for fate, name in FATES.items():
         table[name] = {arm: rate(int((rows["fate"] == fate).sum()), len(rows)) for arm, rows in fates.groupby("arm")}
@@ -289,8 +289,8 @@ def compare(
             for a, b in pairs
             if set(by_arm.get(a, ())) & set(by_arm.get(b, ()))
         ]
-    adjusted = holm([one.result.p for one in results], family)
-    return [replace(one, p_holm=p) for one, p in zip(results, adjusted, strict=True)]
+    adjusted = holm([comparison.result.p for comparison in results], family)
+    return [replace(comparison, p_holm=p) for comparison, p in zip(results, adjusted, strict=True)]
 
 
 # ---------------------------------------------------------------------- against a factor

@@ -64,8 +64,8 @@ def study_tables(
         title = declared["name"] + (f", {condition}" if condition != "base" else "")
         tables.append(summary_table(here, arms_of(here, declared), title, declared["metrics"]))
     if declared["comparisons"] or compared or not several:
-        for one in map(metric, (declared["endpoint"], *declared["further_endpoints"])):
-            tables += comparison_table(frames, arms, one, declared)
+        for endpoint in map(metric, (declared["endpoint"], *declared["further_endpoints"])):
+            tables += comparison_table(frames, arms, endpoint, declared)
     return tables
 
 
@@ -79,9 +79,11 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     arms, endpoint, several = arms_of(frames, declared), metric(declared["endpoint"]), len(frames.conditions) > 1
     baselines = [b for _, b in pairs_of(arms, declared["comparisons"])]
     base = max(baselines, key=baselines.count, default="")
-    further = [one for one in SHORT if one[0].column in frames["steps"]]
-    columns = {one[0].column for one in SHORT}
-    further += [(one, one.name, ".3g") for one in map(metric, declared["metrics"]) if one.column not in columns]
+    further = [column for column in SHORT if column[0].column in frames["steps"]]
+    columns = {column[0].column for column in SHORT}
+    further += [
+        (column, column.name, ".3g") for column in map(metric, declared["metrics"]) if column.column not in columns
+    ]
     fates, intervals, counts = outcomes(frames), list[Interval](), set[int]()
     header = (
         "",
@@ -94,7 +96,7 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     for condition in frames.conditions:
         here = frames.condition(condition)
         rows += [(condition, *[""] * (len(header) - 1))] * several
-        values = [per_run(here, one).dropna() for one in (endpoint, *(one for one, _, _ in further))]
+        values = [per_run(here, chosen).dropna() for chosen in (endpoint, *(chosen for chosen, _, _ in further))]
         differences = gaps(here, [(arm, base) for arm in arms if base and arm != base], endpoint)
         for arm in (arm for arm in arms if (here.runs["arm"] == arm).any()):
             seeds, *others = (_of(series, arm) for series in values)
@@ -111,13 +113,13 @@ def short_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
                     f"{ended.isin(list(FATES)).sum()} of {len(ended)}",
                 )
             )
-            intervals += [one for one in (mean, apart) if one]
+            intervals += [value for value in (mean, apart) if value]
             counts.add(len(seeds))
     n = " to ".join(map(str, sorted({min(counts, default=0), max(counts, default=0)})))
     means = f"Means over n = {n} seed{'s' * (n != '1')}. {_methods(intervals)}"
     note = [means if any(counts) else f"No run has a value of {endpoint.column!r}.", *_lengths(frames)]
     note.append(left_out(frames, arms, declared["comparisons"], endpoint))
-    spelled = {one.arm.name: spell_out(one.arm) for one in configs_of(frames)}
+    spelled = {config.arm.name: spell_out(config.arm) for config in configs_of(frames)}
     note += ["Arms: " + "; ".join(f"{arm} is {spelled[arm]}" for arm in arms if arm in spelled) + "."] * bool(spelled)
     return Shown(f"{declared['name']}: {_made_of(frames)}", header, rows, " ".join(filter(None, note)))
 
@@ -126,9 +128,9 @@ def latex(frames: Frames, metrics: Sequence[str], arms: Sequence[str] = ()) -> s
     """Arms × metrics with intervals over seeds, for booktabs; the first line is a comment on n and method."""
     chosen = [metric(name) for name in metrics or (MAIN.name,)]
     frames, several = frames.of_arms(arms) if arms else frames, len(frames.conditions) > 1
-    head, rows, found = ["arm", *["condition"] * several, *(one.name for one in chosen)], [], list[Interval]()
+    head, rows, found = ["arm", *["condition"] * several, *(measured.name for measured in chosen)], [], list[Interval]()
     for condition in frames.conditions:
-        values = [per_run(frames.condition(condition), one).dropna() for one in chosen]
+        values = [per_run(frames.condition(condition), measured).dropna() for measured in chosen]
         for arm in arms or frames.runs["arm"].unique():
             means = [interval(of) if (of := _of(column, arm)) else None for column in values]
             cells = (
@@ -158,9 +160,9 @@ def _made_of(frames: Frames) -> str:
     """Model, task and length of the runs."""
     configs = configs_of(frames)
     parts = [
-        {one.model.name for one in configs},
-        {str(one.task) for one in configs},
-        {f"{one.steps} steps" for one in configs},
+        {config.model.name for config in configs},
+        {str(config.task) for config in configs},
+        {f"{config.steps} steps" for config in configs},
     ]
     return ", ".join(" or ".join(sorted(part)) for part in parts if part)
 
@@ -274,7 +276,7 @@ def cost_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
             for run in runs.itertuples()
             if run.config in configs
         ]
-        tokens = sum(one.prompts_per_step * one.group_size * length for one, length in known)
+        tokens = sum(config.prompts_per_step * config.group_size * length for config, length in known)
         each = seconds.sum() / runs["step"][seconds.notna()].sum() if seconds.notna().any() else math.nan
         cells = (number(seconds.sum() / 3600, ".2f"), number(each, ".3g"), f"{tokens / 1e6:.3g}")
         rows.append((arm, str(len(runs)), *("–" if cell in ("nan", "0") else cell for cell in cells)))
@@ -289,7 +291,7 @@ CLIPS = re.compile(r"(^|\.)(clip_low|clip_high|low|high|threshold|dual|log_clamp
 def without_effect(frames: Frames, declared: Mapping[str, Any]) -> str:
     """What parts of arms did to no token in all steps of all runs, and which arms have equal rows: a caution; empty
     where there is nothing to say."""
-    clips = {one.arm.name for one in configs_of(frames) if _clips(one.arm)}
+    clips = {config.arm.name for config in configs_of(frames) if _clips(config.arm)}
     cautions = []
     for table, column, what in (
         ("steps", "clip_tokens", "no token was clipped"),
@@ -330,7 +332,9 @@ def _lengths(frames: Frames) -> list[str]:
     settings: dict[str, set[tuple[int, int, int]]] = {}
     for condition, rows in frames.runs.groupby("condition"):
         configs = configs_of(replace(frames, runs=rows))
-        settings[str(condition)] = {(one.steps, one.eval_every, one.measure.detail_every) for one in configs}
+        settings[str(condition)] = {
+            (config.steps, config.eval_every, config.measure.detail_every) for config in configs
+        }
     different = "; ".join(str(sorted(values)) for values in settings.values() if len(values) > 1)
     text = f"Runs differ in (steps, eval_every, measure.detail_every), {different}: means are not of the same steps."
     ended = frames.runs[frames.runs["state"] != "diverged"].groupby("condition")["step"]

@@ -69,7 +69,7 @@ class Frames:
             no_such("table", table, ["runs", *self.tables])
         frame = (self.runs if table == "runs" else self.tables[table]).copy()
         settings = {condition: settings_of(condition) for condition in frame["condition"].unique()}
-        for i, key in enumerate(dict.fromkeys(key for one in settings.values() for key in one)):
+        for i, key in enumerate(dict.fromkeys(key for values in settings.values() for key in values)):
             name = key if key not in frame else f"condition.{key}"
             frame.insert(
                 sum(label in frame for label in LABELS) + i,

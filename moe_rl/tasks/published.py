@@ -30,15 +30,17 @@ def entries(name: str, file: Path | None) -> Iterator[tuple[str, dict[str, Any]]
     (match, count, hub, *_), seen = PUBLISHED[name], set()
     for n, row in enumerate(_rows(name, file), start=1):
         columns, where = {key.lower(): value for key, value in row.items()}, f"{file or hub}, row {n}"
-        found = [columns.get(next((key for key in keys if key in columns), "")) for keys in (QUESTION, ANSWER)]
+        values = [columns.get(next((key for key in keys if key in columns), "")) for keys in (QUESTION, ANSWER)]
         try:
-            answer = str(int(str(found[1]).rpartition("####")[2].replace(",", ""))) if match == "integer" else found[1]
+            answer = (
+                str(int(str(values[1]).rpartition("####")[2].replace(",", ""))) if match == "integer" else values[1]
+            )
         except ValueError:
             answer = None
-        if None in (found[0], answer):
+        if None in (values[0], answer):
             raise ConfigError(f"{where}: {row!r:.200} is no problem of {name}. Give {QUESTION} and {ANSWER}.")
-        seen.add(found[0])
-        yield where, {**row, "question": f"{found[0]}{ASKED}", "answer": answer}
+        seen.add(values[0])
+        yield where, {**row, "question": f"{values[0]}{ASKED}", "answer": answer}
     if len(seen) != count:
         warnings.warn(f"{name} has {count} problems, but {file or hub} has {len(seen)} different ones", stacklevel=2)
 

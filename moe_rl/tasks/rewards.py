@@ -32,11 +32,11 @@ class Reward(float):
 
 def columns_of(rewards: Iterable[float]) -> dict[str, float]:
     """The columns of rewards together: means over what was scored, and how often a limit was exceeded."""
-    found: dict[str, list[float]] = {}
+    by_column: dict[str, list[float]] = {}
     for reward in rewards:
         for name, value in getattr(reward, "parts", {}).items():
-            found.setdefault(name, []).extend([] if value is None else [value])
-    return {n: math.fsum(values) / (1 if n == TIMEOUTS else len(values)) for n, values in found.items() if values}
+            by_column.setdefault(name, []).extend([] if value is None else [value])
+    return {n: math.fsum(values) / (1 if n == TIMEOUTS else len(values)) for n, values in by_column.items() if values}
 
 
 class Functions:
@@ -110,7 +110,7 @@ class Limited:
         self.pool = None
         count = len(keywords["completions"])
         each = [{key: values[i : i + 1] for key, values in keywords.items()} for i in range(count)]
-        return [LATE] if count == 1 else [self(**one)[0] for one in each]
+        return [LATE] if count == 1 else [self(**row)[0] for row in each]
 
 
 def _call(name: str, **keywords: Any) -> Scores:
@@ -123,10 +123,12 @@ def _call(name: str, **keywords: Any) -> Scores:
         raise ConfigError(
             f"{name} returned {given!r:.160}. Return a list of {count}, one number or None per completion."
         )
-    values = [None if one is None else math.nan if isinstance(one, str) else float(one) for one in given]
-    for one, value, completion in zip(given, values, keywords["completions"], strict=True):
+    values = [None if score is None else math.nan if isinstance(score, str) else float(score) for score in given]
+    for score, value, completion in zip(given, values, keywords["completions"], strict=True):
         if value is not None and not math.isfinite(value):
-            raise ConfigError(f"{name} returned {one!r:.80} for {completion!r:.160}. Return a finite number, or None.")
+            raise ConfigError(
+                f"{name} returned {score!r:.80} for {completion!r:.160}. Return a finite number, or None."
+            )
     return values
 
 
