@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 COLUMNS = {"factors": "condition", "site": "moe_layer"}
-FAMILY = re.compile(r"(?<=_)natural(?=_|$)")
+FAMILY = re.compile(r"^(engine_\w+_)natural(?=_|$)")
 KEYS = {"cells": "conditions"}
 FIGURES = {"learning_by_cell": "learning_by_condition"}
 Names = Mapping[str, str]
@@ -29,7 +29,16 @@ Names = Mapping[str, str]
 
 def column(name: str) -> str:
     """The name of a column since 0.2."""
-    return COLUMNS.get(name) or FAMILY.sub("unconstrained", name)
+    return COLUMNS.get(name) or FAMILY.sub(r"\1unconstrained", name)
+
+
+def metric(text: str) -> str:
+    """The name of a metric or figure: a column, `column, words`, `against:factor:column`, or code, which stays."""
+    if text.startswith("against:"):
+        against, factor, *of = text.split(":", 2)
+        return ":".join([against, factor, *map(metric, of)])
+    name, comma, words = text.partition(",")
+    return text if ":" in text else f"{column(name)}{comma}{words}"
 
 
 def _in_path(path: str, arms: Names) -> str:
@@ -41,7 +50,7 @@ def _in_path(path: str, arms: Names) -> str:
 def _in_settings(text: str | None, arms: Names) -> str | None:
     """A run's settings as JSON, with the arm renamed."""
     settings = json.loads(text or "{}")
-    if not text or (name := settings["arm"].get("name")) not in arms:
+    if not text or (name := settings.get("arm", {}).get("name")) not in arms:
         return text
     settings["arm"]["name"] = arms[name]
     return json.dumps(settings, sort_keys=True)
@@ -59,7 +68,10 @@ def migrate_table(path: Path, arms: Names) -> bool:
     """Rename the columns of a table, and arms in it. Returns whether anything changed. Raises SystemExit if the new
     table, read back, differs by more than names."""
     old = pq.read_table(path)
-    new = old.rename_columns([column(name) for name in old.column_names])
+    names = [column(name) for name in old.column_names]
+    if len({*names}) < len(names):
+        raise SystemExit(f"{path}: it has old and new names of one column. It was kept.")
+    new = old.rename_columns(names)
     for name in BY_COLUMN.keys() & set(new.column_names) if arms else ():
         new = _map(new, name, arms)
     if new.equals(old):
@@ -113,9 +125,10 @@ def migrate_declaration(path: Path, arms: Names) -> bool:
     whether anything changed."""
     old = json.loads(path.read_text(encoding="utf-8"))
     new: dict[str, Any] = {KEYS.get(key, key): value for key, value in json.loads(json.dumps(old)).items()}
-    for key, rename in {"figures": FIGURES.get, "metrics": None, "further_endpoints": None}.items():
-        if key in new:
-            new[key] = [rename(name, name) if rename else column(name) for name in new[key]]
+    for key in {"figures", "metrics", "further_endpoints"} & new.keys():
+        new[key] = [FIGURES.get(name) or metric(name) for name in new[key]]
+    if "endpoint" in new:
+        new["endpoint"] = metric(new["endpoint"])
     new["arms"] = [{**arm, "name": arms.get(arm["name"], arm["name"])} for arm in new["arms"]]
     if "comparisons" in new:
         new["comparisons"] = [[arms.get(name, name) for name in pair] for pair in new["comparisons"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -67,7 +68,8 @@ def plot(options: argparse.Namespace) -> int:
 
 
 def _listed(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
+    """Parts between commas; those in brackets belong to a part."""
+    return [part.strip() for part in re.findall(r"(?:[^,()]|\([^()]*\))+", text or "") if part.strip()]
 
 
 def _among(kind: str, text: str, known: Iterable[str]) -> list[str]:

@@ -56,16 +56,22 @@ def measure_sizes(model: Any) -> Sizes:
     routed_parameters, embedding = 0, model.get_input_embeddings().weight
     inactive = 0.0 if text.tie_word_embeddings else float(embedding.numel())
     shares = {layer.decoder_layer: 1 - layer.top_k / layer.num_experts for layer in experts}
+    counts = {layer.decoder_layer: layer.num_experts for layer in experts}
     for name, p in model.named_parameters():
         words = name.split(".")
         number = next((int(word) for word in words if word.isdigit()), -1)
         by_layer[number] = by_layer.get(number, 0) + p.numel()
-        if "experts" in words and number in shares:
+        stacked = p.ndim == 3 and p.shape[0] == counts.get(number)
+        if number in shares and ("experts" in words or stacked):
             inactive += p.numel() * shares[number]
             routed_parameters += p.numel()
     total = sum(p.numel() for p in model.parameters())
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    cached = 2 * (getattr(text, "num_key_value_heads", None) or heads) * width
+    if getattr(text, "kv_lora_rank", None):  # latent attention: keys and values of all heads are cached
+        cached = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+        width = cached // heads // 2
     of_all = sum(layer.num_experts for layer in experts)
     return Sizes(
         parameters=total,
@@ -77,7 +83,7 @@ def measure_sizes(model: Any) -> Sizes:
         inner=round(routed_parameters / max(1, of_all) / (3 * text.hidden_size)),
         vocabulary=text.vocab_size,
         heads_width=heads * width,
-        cached=2 * (getattr(text, "num_key_value_heads", None) or heads) * width,
+        cached=cached,
     )
 
 
@@ -85,8 +91,9 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     """Phase → term → bytes per GPU, of rows of `time` tokens. With FSDP2 over `ranks` GPUs."""
     policy = Component.read(run.policy)
     width = WIDTHS[policy.options.get("compute_dtype", run.model.dtype)]
-    tokens = run.micro_batch_tokens or run.micro_batch * time
-    scored = run.micro_batch_tokens or 4 * run.micro_batch * time
+    rows = run.prompts_per_step * run.group_size
+    tokens = min(run.micro_batch_tokens or run.micro_batch * time, -(-rows // run.mini_batches) * time)
+    scored = min(run.micro_batch_tokens or 4 * run.micro_batch * time, rows * time)
     by_layer = ATTENTION * sizes.hidden * width
     pairs = (PAIR_HIDDEN * sizes.hidden + PAIR_INNER * sizes.inner) * width
     all_layers = sizes.layers * by_layer + sizes.routed * pairs
@@ -96,7 +103,7 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     held = states * sizes.parameters / ranks + gathered
     of_a_token = sizes.layers * sizes.hidden * width + one_layer if run.activation_checkpointing else all_layers
     engine = Component.read(run.engine)
-    rows = min(int(engine.options.get("max_rows", 512)), run.prompts_per_step * run.group_size)
+    drawn = min(int(engine.options.get("max_rows", 512)), rows)
 
     def head(count: int) -> float:
         return 16.0 * min(count * sizes.vocabulary, LOGITS)
@@ -118,9 +125,9 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     if engine.name == "hf":
         phases["rollout"] = {
             "weights, optimizer": held,
-            "KV cache": float(rows * time * sizes.layers * sizes.cached * width),
-            "logits": float(rows * sizes.vocabulary * 20),
-            "routing": float(rows * time * sizes.routed * 10),
+            "KV cache": float(drawn * time * sizes.layers * sizes.cached * width),
+            "logits": float(drawn * sizes.vocabulary * 20),
+            "routing": float(drawn * time * sizes.routed * 10),
         }
     return {phase: {**terms, "context": float(WORKSPACE)} for phase, terms in phases.items()}
 

@@ -147,5 +147,8 @@ def read_state(
     load_model(weights.model, str(file), device=str(device))
     for mine, stored in zip(weights.masters.values(), masters, strict=True):
         mine.copy_(stored)
-    optimizer.load_state_dict(state["optimizer"])
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+    except ValueError as error:
+        raise RunError(f"{moments} holds the state of other groups of weights ({error}). Begin a new run.") from error
     return state["updates"]

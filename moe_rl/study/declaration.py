@@ -252,7 +252,7 @@ def located(config: RunConfig) -> RunConfig:
 
 def _located_task(task: Component) -> Component:
     kind, _, file = task.name.partition(":")
-    if kind == "jsonl" and file:
+    if kind == "jsonl" and file and file != task.options.get("benchmark"):
         return Component(f"jsonl:{os.path.abspath(Path(file).expanduser())}", **task.options)
     if kind == "mixture" and isinstance(mixed := task.options.get("tasks"), list | tuple):
         return Component(

@@ -88,7 +88,7 @@ def run_study(
     if ranks.launched():
         run_together(study, planned, waiting, cache, trackers, console)
         return []
-    gpus = find_gpus(planned)
+    gpus = find_gpus(planned) if jobs > 1 else []  # a single worker may use them all
     running: list[Worker] = []
     failures: list[Failure] = []
     try:

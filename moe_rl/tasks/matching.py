@@ -7,6 +7,8 @@ import importlib.util
 import re
 import threading
 from collections.abc import Callable, Sequence
+from decimal import Decimal
+from itertools import accumulate
 from typing import Any
 
 from moe_rl.errors import ConfigError
@@ -35,16 +37,30 @@ def verified(answer: str, completion: str) -> bool:
 
 
 def integer(answer: str, completion: str) -> bool:
-    """Whether its last \\boxed{…}, else what follows its last ####, else all of it ends in the answer's number."""
+    """Whether its last \\boxed{…} is the answer's number or, without a box, what follows its last ####, else all of it,
+    ends in that number."""
     return last_number(completion) == last_number(answer) != ""
 
 
+NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d)"
+ASIDE = r"\\text\s*\{[^{}]*\}|\\[,!;: ]|\\?[$%]|\s|(?<=\d)\.$"
+
+
 def last_number(text: str) -> str:
-    """That number, in one form; "" without one."""
-    boxed = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    part = boxed[-1] if boxed else text.rpartition("####")[2]
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", part.replace("{,}", ","))
-    return f"{float(numbers[-1].replace(',', '')):.15g}" if numbers else ""
+    """That number, in one form; "" without one, and where a box has anything beside it but units in \\text."""
+    before, box, after = text.rpartition("\\boxed{")
+    if box:
+        depths = accumulate(({"{": 1, "}": -1}.get(letter, 0) for letter in after), initial=1)
+        inside = after[: next((i - 1 for i, depth in enumerate(depths) if depth == 0), 0)]
+        number = re.fullmatch(NUMBER, re.sub(ASIDE, "", inside.replace("{,}", ",").replace("−", "-")))
+        return _in_one_form(number[0]) if number else ""
+    numbers = re.findall(NUMBER, text.rpartition("####")[2].replace("−", "-"))
+    return _in_one_form(numbers[-1]) if numbers else ""
+
+
+def _in_one_form(number: str) -> str:
+    """Exactly, however many digits it has."""
+    return f"{Decimal(number.replace(',', '')).normalize():f}"
 
 
 MATCHES: dict[str, Match] = {"exact": exact, "math": mathematical, "integer": integer}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
+import os
+import signal
+import threading
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import TYPE_CHECKING, Any
 
 from moe_rl.errors import ConfigError
@@ -100,17 +104,32 @@ class Limited:
 
     def __call__(self, **keywords: Any) -> Scores:
         if self.pool is None:
-            self.pool = get_context("spawn").Pool(1, import_callable, ("reward", self.name))
-            self.pool.apply(int)  # the function is imported
+            self.pool = get_context("spawn").Pool(1, _begin, (self.name,))
+            self.group = self.pool.apply(os.getpid)  # the function is imported
         answer = self.pool.apply_async(_call, (self.name,), keywords)
         answer.wait(self.seconds)
         if answer.ready():
             return answer.get()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)  # what the function started, too
         self.pool.terminate()
         self.pool = None
         count = len(keywords["completions"])
         each = [{key: values[i : i + 1] for key, values in keywords.items()} for i in range(count)]
         return [LATE] if count == 1 else [self(**row)[0] for row in each]
+
+
+def _begin(name: str) -> None:
+    """In a new process: it and what it starts are one group, which ends with the parent."""
+
+    def end_with_parent() -> None:
+        if (parent := parent_process()) is not None:
+            parent.join()
+            os.killpg(0, signal.SIGKILL)
+
+    os.setsid()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    import_callable("reward", name)
 
 
 def _call(name: str, **keywords: Any) -> Scores:
@@ -119,17 +138,24 @@ def _call(name: str, **keywords: Any) -> Scores:
     state = "trainer_state" in inspect.signature(function).parameters
     given = function(**keywords, **({"trainer_state": None} if state else {}))
     given = asyncio.run(given) if inspect.iscoroutine(given) else given
-    if isinstance(given, str | Mapping) or not isinstance(given, Iterable) or len(given := [*given]) != count:
+    if isinstance(given, str | Mapping | Set) or not isinstance(given, Iterable) or len(given := [*given]) != count:
         raise ConfigError(
             f"{name} returned {given!r:.160}. Return a list of {count}, one number or None per completion."
         )
-    values = [None if score is None else math.nan if isinstance(score, str) else float(score) for score in given]
+    values = [None if score is None else _number(score) for score in given]
     for score, value, completion in zip(given, values, keywords["completions"], strict=True):
         if value is not None and not math.isfinite(value):
             raise ConfigError(
                 f"{name} returned {score!r:.80} for {completion!r:.160}. Return a finite number, or None."
             )
     return values
+
+
+def _number(score: Any) -> float:
+    try:
+        return math.nan if isinstance(score, str) else float(score)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _check(name: str, keys: Collection[str]) -> None:

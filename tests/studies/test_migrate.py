@@ -69,3 +69,26 @@ def test_arms_that_would_become_one_are_refused_and_nothing_is_lost(old, names):
     with pytest.raises(SystemExit):
         main(str(old), *names)
     assert {file.name: file.read_bytes() for file in old.glob("*.parquet")} == before
+
+
+def test_metrics_are_renamed_where_they_are_columns_and_own_names_stay(old):
+    declared = json.loads((old / "study.json").read_text())
+    declared |= {
+        "endpoint": "engine_kl_k3_natural, second half",
+        "metrics": ["my.mod:gap_natural", "own_natural", "engine_beyond_2_natural"],
+        "figures": ["against:optimizer.lr:engine_kl_k3_natural"],
+    }
+    (old / "study.json").write_text(json.dumps(declared))
+    main(str(old))
+    new = json.loads((old / "study.json").read_text())
+    assert new["endpoint"] == "engine_kl_k3_unconstrained, second half"
+    assert new["metrics"] == ["my.mod:gap_natural", "own_natural", "engine_beyond_2_unconstrained"]
+    assert new["figures"] == ["against:optimizer.lr:engine_kl_k3_unconstrained"]
+
+
+def test_a_table_with_old_and_new_names_is_kept(old):
+    table = pd.read_parquet(old / "steps.parquet").assign(condition="base")
+    table.to_parquet(old / "steps.parquet")
+    with pytest.raises(SystemExit, match="kept"):
+        main(str(old))
+    assert pd.read_parquet(old / "steps.parquet").equals(table)

@@ -160,3 +160,24 @@ def test_math_verify_is_a_metric_beside_the_reward():
     rows["response_tokens"] = 3.0
     assert "math_verify" not in of_problems(rows)
     assert of_problems(rows.assign(math_verify=[1.0, 1.0]))["math_verify"] == {0: 1.0}
+
+
+@pytest.mark.parametrize(
+    "answer, completion, right",
+    [
+        ("12345678901234567", r"\boxed{12345678901234599}", False),
+        ("12345678901234567", r"\boxed{12345678901234567}", True),
+        ("23", r"\boxed{2,3}", False),
+        ("1234", r"\boxed{1{,}234}", True),
+        ("1234", r"\boxed{1\,234}", True),
+        ("33", r"\boxed{\frac{7}{33}}", False),
+        ("3", r"\boxed{3} or \boxed{\frac{\sqrt{\frac{1}{2}}}{5}}", False),
+        ("-5", r"\boxed{−5}", True),
+        ("18", r"\boxed{\$18 \text{ dollars}}", True),
+        ("18", "so 18.0", True),
+        ("18", "#### 18.", True),
+        ("18", r"\boxed{18", False),
+    ],
+)
+def test_a_box_is_the_number_and_nothing_else(answer, completion, right):
+    assert integer(answer, completion) is right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from moe_rl.rollouts.batches import Collector, Queue
 from moe_rl.storage.commits import check_rows
 from moe_rl.tasks.base import load_task, rewards_of
 from moe_rl.tasks.environments import compute_rewards
-from moe_rl.tasks.rewards import columns_of
+from moe_rl.tasks.rewards import LATE, Limited, columns_of
 from moe_rl.types import Rollout, Sampling
 from tests.conftest import python_block
 
@@ -227,3 +228,20 @@ def test_a_mixture_scores_each_prompt_by_its_own_task(made, tmp_path):
     assert sys.modules["own_rewards"].SEEN[-1]["completions"] == [[{"role": "assistant", "content": "12"}]]
     assert {0, 1} == {*kinds} and [1 / 8 if kind == 0 else 1.0 for kind in kinds] == rewards
     assert columns_of(rewards) == {"reward_later": 1 / 8}
+
+
+def test_what_a_late_function_started_ends_with_it(tmp_path, monkeypatch):
+    source = """
+import subprocess
+def late(completions, **kwargs):
+    child = subprocess.Popen(["sleep", "600"])
+    open("child", "w").write(str(child.pid))
+    child.wait()
+"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "starts.py").write_text(source)
+    assert Limited("starts:late", 3.0)(completions=["a"]) == [LATE]
+    pid = int((tmp_path / "child").read_text())
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"

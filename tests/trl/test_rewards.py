@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import trl
 
 from moe_rl.registry import Component
 from moe_rl.tasks.base import load_task, rewards_of
+
+trl = pytest.importorskip("trl", reason="tests against the real TRL are run by `make test-trl`")
 
 SOURCE = """
 SEEN = []
