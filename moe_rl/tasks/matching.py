@@ -43,7 +43,7 @@ def integer(answer: str, completion: str) -> bool:
 
 
 NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d)"
-ASIDE = r"\\text\s*\{[^{}]*\}|\\[,!;: ]|\\?[$%]|\s|(?<=\d)\.$"
+TEXT, ASIDE = r"\\text\s*\{([^{}]*)\}", r"\\[,!;: ]|\\?[$%]|\s|(?<=\d)\.$"
 
 
 def last_number(text: str) -> str:
@@ -52,6 +52,7 @@ def last_number(text: str) -> str:
     if box:
         depths = accumulate(({"{": 1, "}": -1}.get(letter, 0) for letter in after), initial=1)
         inside = after[: next((i - 1 for i, depth in enumerate(depths) if depth == 0), 0)]
+        inside = re.sub(TEXT, lambda found: re.sub("[A-Za-z]", "", found[1]), inside)
         number = re.fullmatch(NUMBER, re.sub(ASIDE, "", inside.replace("{,}", ",").replace("−", "-")))
         return _in_one_form(number[0]) if number else ""
     numbers = re.findall(NUMBER, text.rpartition("####")[2].replace("−", "-"))
