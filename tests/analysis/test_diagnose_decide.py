@@ -180,6 +180,14 @@ def test_what_hides_within_rounding_brings_most_tokens_nearer():
     assert not brings_nearer(one, base, 1e-9), "one response of ten"
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+def test_a_gap_of_nats_over_few_tokens_is_not_rounding(tokens):
+    owner = np.zeros(tokens, int)
+    base = Fit("", np.linspace(1, 3, tokens), owner)
+    decision = decide(Evidence(base, Fit("", np.full(tokens, ROUNDING), owner), 1e-9))
+    assert decision.kind == ("few_tokens" if tokens < 8 else "unexplained")
+
+
 def test_few_tokens_name_nothing():
     few = Fit("", np.full(7, 1.0), np.zeros(7, int))
     exact = Fit("", np.zeros(7), np.zeros(7, int), ("top_k",))

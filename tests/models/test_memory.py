@@ -91,7 +91,7 @@ def test_operations_by_hand(qwen):
     assert again / 4096 == pytest.approx(per_token * 8 / 6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "llama4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe"])
 def test_active_parameters_are_those_that_are_not_experts_and_k_of_every_expert(family):
     model = build(family)
     sizes = measure_sizes(model)

@@ -196,6 +196,6 @@ def test_what_makes_two_distributions_of_one_is_said_or_refused():
     (text,) = cautions(min_p=0.1, sampling_mask=False)
     assert "min_p=0.1" in text and "(sampling_mask=False)" in text
     (text,) = cautions(top_k=5, engine="server(url='http://localhost:1')")
-    assert "server .*kept" in text
+    assert "what it kept" in text
     with pytest.raises(ConfigError, match=r"top_p=0.9.*megatron.*sampling_mask=False"):
         check(TINY.replace(top_p=0.9, policy="megatron"))

@@ -221,12 +221,13 @@ def is_rounding(evidence: Evidence, evident: bool) -> bool:
 
 def exceeds(values: NDArray, others: NDArray, owner: NDArray, granted: float) -> bool:
     """Whether the mean of one value of tokens is above that of another one, by more than 1.64 standard errors of
-    responses or of tokens, and more than `granted` / √n of the other, for n tokens that are too few to show theirs."""
+    responses or of tokens, from `granted` / √n of the other to twice that, for n tokens, few of which may not show
+    theirs."""
     more = average(values - others, owner)
     of_tokens = (values - others - more.mean()) / np.bincount(owner)[owner]
     error = 1.64 * math.sqrt(max(np.sum((more - more.mean()) ** 2), np.sum(of_tokens**2)))
     least = granted / math.sqrt(len(owner)) * average(others, owner).sum()
-    return bool(more.sum() > max(error, least))
+    return bool(more.sum() > min(max(error, least), 2 * least))
 
 
 def compute_left(fit: Fit, base: Fit) -> tuple[float, float, float]:
