@@ -15,6 +15,7 @@ RUN = RunConfig(
     model=ModelConfig(device="cuda", dtype="bfloat16"),
     prompts_per_step=8,
     group_size=8,
+    mini_batches=1,
     micro_batch_tokens=8192,
 )
 
