@@ -224,7 +224,7 @@ def test_routers_without_finite_scores_make_the_row_nan(probed, qwen, tokens):
     with monitor:
         qwen(**inputs)
     broken.data[3] = torch.nan
-    with pytest.warns(UserWarning, match=rf"layers\.2\.mlp\.gate: .*finite {MASK.sum()}"):
+    with pytest.warns(UserWarning, match=rf"layers\.2\.mlp\.gate: .*finite for {MASK.sum()}"):
         row = monitor.row()
     assert {name for name, value in row.items() if value == value} == {"load_tokens"} and "load_entropy" in row
     assert [layer["load_entropy"] == layer["load_entropy"] for layer in monitor.layers] == [True, True, False]
