@@ -108,8 +108,8 @@ def test_the_default_study_runs_by_its_name(command):
         for word in ("--set", setting)
     ]
     ended = command("moe-rl", "run", "routing_replay", "--quick", *small)
-    assert "sampled exact match," in ended and "second half" in ended
-    version = '"0.1.0+'
+    assert "sampled exact" in ended and "second half" in ended
+    version = '"0.2.0+'
     assert version in command("moe-rl", "runs", "show", "runs/routing_replay-quick/gspo_short/lag=0/seed=0")
     assert "report.html" in command("moe-rl", "report", "runs/routing_replay-quick")
 
