@@ -39,6 +39,9 @@ LATER = (
 """Settings with which a run may go on that began with others: they say how long, what is kept, when it is measured,
 and how much of a batch is computed at a time, which changes the last bits at most."""
 
+SCORED, MAX_ROWS = 4, 512
+"""Rows of a forward without gradient, which keeps no activations, for each of one with; and completions that the engine
+`hf` samples at once, where its option does not say."""
 ADDED = ("schedule", "decay_until")
 """Settings that release 0.1 lacked. They are written, and hashed, only where they differ from the default: so the
 settings and hashes of earlier runs stay."""

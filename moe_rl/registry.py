@@ -276,6 +276,11 @@ def check_component(part: Callable[..., Any], run: Any) -> Any:
     return check and check(run, **options)
 
 
+def split_list(text: str | None) -> list[str]:
+    """The parts of a text between commas, as `grpo,dapo(a=1,b=2)` has two; commas in brackets belong to a part."""
+    return re.findall(r"(?:[^,()]|\([^()]*\))+", text or "")
+
+
 def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> NoReturn:
     """Raise a ConfigError that names what was asked for, the closest matches and all choices, unless something comes
     close and they would fill the screen. `other`: what the name, or one like it, is elsewhere; said where the name is

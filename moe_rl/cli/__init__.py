@@ -89,7 +89,9 @@ def parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
 
     Raises ConfigError where the part of the package that has the command is not installed."""
     parser = argparse.ArgumentParser("moe-rl", description="Measure and control Mixture-of-Experts routing during RL.")
-    version = next((package.version for package in importlib.metadata.distributions(name="moe_rl")), "(not installed)")
+    asked = any(word.startswith("--v") for word in words)  # also abbreviated; else nothing is looked up
+    installed = importlib.metadata.distributions(name="moe_rl") if asked else ()
+    version = next((package.version for package in installed), "(not installed)")
     parser.add_argument("--version", action="version", version=f"moe-rl {version}", help="print the version")
     below = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
     for group, summary in GROUPS.items():

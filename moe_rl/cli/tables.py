@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from moe_rl.cli.verbs import MIX_CODE, UNFINISHED, argument, verb
 from moe_rl.errors import ConfigError
+from moe_rl.registry import split_list
 
 TRUST = argument(
     "--trust",
@@ -68,8 +68,7 @@ def plot(options: argparse.Namespace) -> int:
 
 
 def _listed(text: str | None) -> list[str]:
-    """Parts between commas; those in brackets belong to a part."""
-    return [part.strip() for part in re.findall(r"(?:[^,()]|\([^()]*\))+", text or "") if part.strip()]
+    return [part.strip() for part in split_list(text) if part.strip()]
 
 
 def _among(kind: str, text: str, known: Iterable[str]) -> list[str]:

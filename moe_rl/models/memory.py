@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_rl.config import RunConfig
+import torch
+
+from moe_rl.config import MAX_ROWS, SCORED, RunConfig
 from moe_rl.models.load import skeleton
 from moe_rl.models.vocabulary import LOGITS
 from moe_rl.registry import Component
@@ -20,7 +22,6 @@ WORKSPACE = 2 * 10**9
 ATTENTION, PAIR_HIDDEN, PAIR_INNER = 14, 3, 4
 """Numbers that the backward needs: of a token and layer, in units of the hidden size; of each routed pair, in units of
 the hidden size and of the expert's inner size. Counted on Qwen3-30B-A3B: 217 kB a token and layer in bfloat16."""
-WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 PEAK, SHARE = 989e12, 0.35
 """Dense bfloat16 operations a second of an H100 or H200, and the share of it that an update reaches, assumed."""
 
@@ -55,15 +56,14 @@ def measure_sizes(model: Any) -> Sizes:
     by_layer: dict[int, int] = {}
     routed_parameters, embedding = 0, model.get_input_embeddings().weight
     inactive = 0.0 if text.tie_word_embeddings else float(embedding.numel())
-    shares = {layer.decoder_layer: 1 - layer.top_k / layer.num_experts for layer in experts}
-    counts = {layer.decoder_layer: layer.num_experts for layer in experts}
+    routers = {layer.decoder_layer: layer for layer in experts}
     for name, p in model.named_parameters():
         words = name.split(".")
         number = next((int(word) for word in words if word.isdigit()), -1)
         by_layer[number] = by_layer.get(number, 0) + p.numel()
-        stacked = p.ndim == 3 and p.shape[0] == counts.get(number)
-        if number in shares and ("experts" in words or stacked):
-            inactive += p.numel() * shares[number]
+        router = routers.get(number)
+        if router and ("experts" in words or p.ndim == 3 and p.shape[0] == router.num_experts):
+            inactive += p.numel() * (1 - router.top_k / router.num_experts)
             routed_parameters += p.numel()
     total = sum(p.numel() for p in model.parameters())
     heads = text.num_attention_heads
@@ -90,10 +90,10 @@ def measure_sizes(model: Any) -> Sizes:
 def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> dict[str, Mapping[str, float]]:
     """Phase → term → bytes per GPU, of rows of `time` tokens. With FSDP2 over `ranks` GPUs."""
     policy = Component.read(run.policy)
-    width = WIDTHS[policy.options.get("compute_dtype", run.model.dtype)]
+    width = getattr(torch, policy.options.get("compute_dtype", run.model.dtype)).itemsize
     rows = run.prompts_per_step * run.group_size
     tokens = min(run.micro_batch_tokens or run.micro_batch * time, -(-rows // run.mini_batches) * time)
-    scored = min(run.micro_batch_tokens or 4 * run.micro_batch * time, rows * time)
+    scored = min(run.micro_batch_tokens or SCORED * run.micro_batch * time, rows * time)
     by_layer = ATTENTION * sizes.hidden * width
     pairs = (PAIR_HIDDEN * sizes.hidden + PAIR_INNER * sizes.inner) * width
     all_layers = sizes.layers * by_layer + sizes.routed * pairs
@@ -103,7 +103,7 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     held = states * sizes.parameters / ranks + gathered
     of_a_token = sizes.layers * sizes.hidden * width + one_layer if run.activation_checkpointing else all_layers
     engine = Component.read(run.engine)
-    drawn = min(int(engine.options.get("max_rows", 512)), rows)
+    drawn = min(int(engine.options.get("max_rows", MAX_ROWS)), rows)
 
     def head(count: int) -> float:
         return 16.0 * min(count * sizes.vocabulary, LOGITS)
@@ -134,10 +134,8 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
 
 def _states(policy: Component, dtype: str) -> tuple[int, int]:
     """Bytes a parameter of weights, masters and moments, and of gradients."""
-    if dtype == "float32":
+    if dtype == "float32" or policy.name == "fsdp":  # whose shards are the masters
         return 12, 4
-    if policy.name == "fsdp":
-        return 12, 4  # its shards are the masters
     return (14, 4) if policy.options.get("master_weights", True) else (6, 2)
 
 

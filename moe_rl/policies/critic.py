@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.config import Optimizer
+from moe_rl.config import SCORED, Optimizer
 from moe_rl.models.master_weights import TrainedWeights
 from moe_rl.objectives.advantages import value_loss
-from moe_rl.policies.hf import SCORED, checkpoint_activations, cut, join, move_beside
+from moe_rl.policies.hf import checkpoint_activations, cut, join, move_beside
 from moe_rl.policies.optimizer import make_optimizer, read_state, take_step, write_state
 from moe_rl.tasks.base import EQUAL
 from moe_rl.types import MiniBatch, Rollouts

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl import ranks
-from moe_rl.config import Optimizer, RunConfig
+from moe_rl.config import SCORED, Optimizer, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.compilation import check_backend, compile_parts, try_parts
 from moe_rl.models.load import LoadedModel, load
@@ -50,8 +50,6 @@ Rows = slice | Tensor
 
 WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
 BIAS = "e_score_correction_bias"
-SCORED = 4
-"""Rows of a forward without gradient for each of one with: a forward without keeps no activations."""
 
 
 def _check(run: RunConfig, *, master_weights: bool = True, compile: str | None = None) -> None:

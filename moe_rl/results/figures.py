@@ -470,10 +470,8 @@ def draw_planned(
     nobody measured its columns, or a user's own function fails."""
     arms = [arm["name"] for arm in declared["arms"]] or sorted(frames.runs["arm"].unique())
     for name, condition in plan_figures(declared["figures"], frames.conditions, every=every):
-        own, here = (
-            Component(name).own and not name.startswith(ACROSS),
-            frames if condition is None else frames.condition(condition),
-        )
+        own = Component(name).own and not name.startswith(ACROSS)
+        here = frames if condition is None else frames.condition(condition)
         figure: Figure | RunError
         try:
             figure = draw(name, declared["endpoint"], declared["comparisons"])(here, arms)

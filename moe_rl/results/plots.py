@@ -122,7 +122,7 @@ class Look:
         return STYLE | small if self.paper else STYLE
 
 
-LOOK: ContextVar[Look] = ContextVar("look")
+LOOK: ContextVar[Look] = ContextVar("look", default=Look())  # noqa: B039
 """That of the figures that are drawn now, where `using` has set one."""
 Draw = TypeVar("Draw", bound=Callable[..., Any])
 
@@ -142,7 +142,7 @@ def styled(draw: Draw) -> Draw:
 
     @functools.wraps(draw)
     def drawn(*args: Any, **options: Any) -> Any:
-        with matplotlib.rc_context(LOOK.get(Look()).style):
+        with matplotlib.rc_context(LOOK.get().style):
             return draw(*args, **options)
 
     return cast(Draw, drawn)
@@ -188,7 +188,7 @@ def scale_of(column: str, values: np.ndarray) -> str:
 def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """An empty figure with panels in rows of three at most; `width` in inches, by default by their number. A width that
     LOOK has decides instead, and how many panels fit into a row."""
-    look = LOOK.get(Look())
+    look = LOOK.get()
     rows = -(-panels // min(ROW, max(1, int(look.width / (2 if look.paper else 3.2))) if look.width else ROW))
     columns = -(-panels // rows)
     layout = ConstrainedLayoutEngine(w_pad=0.03 if look.paper else 0.08, h_pad=0.03 if look.paper else 0.06)
@@ -207,7 +207,7 @@ def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False
 def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> Figure:
     """Legend and note below the panels; the note alone where panels have legends of their own. The note is also the
     figure's label, for a caption."""
-    look = LOOK.get(Look())
+    look = LOOK.get()
     figure.set_label(f"{note[:1].upper()}{note[1:]}." if note else "")
     for ax in figure.axes:  # of panels that share a scale only the first of a row names it
         spec = ax.get_subplotspec()
@@ -294,7 +294,7 @@ def write(figure: Figure, file: Path | BytesIO, **how: Any) -> None:
     scaled = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() != "linear"]
     for text in (text for axis in scaled for text in axis.get_ticklabels(which="both")):
         text.set_parse_math(True)
-    with matplotlib.rc_context(LOOK.get(Look()).style | {"text.parse_math": bool(scaled)}):
+    with matplotlib.rc_context(LOOK.get().style | {"text.parse_math": bool(scaled)}):
         figure.savefig(file, **how)
 
 
@@ -401,7 +401,7 @@ def rows_of(ax: Axes, values: Mapping[str, pd.Series], colours: Mapping[str, str
         whiskers(ax, i, b, colours[name], upright=False)
         ax.plot(b.mean, i, symbol_of(name, arms), color=colours[name], markersize=5.5, gid=f"{name} mean")
         bands.append(b)
-    names = [_in_lines(name, 16 if LOOK.get(Look()).width else 24) for name in values]
+    names = [_in_lines(name, 16 if LOOK.get().width else 24) for name in values]
     ax.set(yticks=range(len(values)), yticklabels=names, ylim=(len(values) - 0.4, -0.6))
     return note_of(bands, "whisker", "dots") if bands else ""
 

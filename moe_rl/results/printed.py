@@ -160,7 +160,7 @@ def draw_figures(
             continue
         files = plots.save(figure, where, figures.file_name(name), formats)
         say(console, f"figure {files[0]}" + f" (and {', '.join(f.suffix for f in files[1:])})" * (len(files) > 1))
-        if plots.LOOK.get(plots.Look()).paper:
+        if plots.LOOK.get().paper:
             say(console, f"caption: {figures.title_of(name)} {figure.get_label()}", wrap=True)
 
 

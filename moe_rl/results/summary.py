@@ -197,8 +197,14 @@ def gaps(frames: Frames, pairs: Sequence[Sequence[str]], metric: Metric) -> dict
 
 def configs_of(frames: Frames) -> list[RunConfig]:
     """The different configurations of the runs; without those of runs whose rows do not hold one."""
+    return [*configs_by_text(frames).values()]
+
+
+def configs_by_text(frames: Frames) -> dict[str, RunConfig]:
+    """The same, by what the rows of their runs hold in the column `config`."""
     texts = frames.runs["config"].unique() if "config" in frames.runs else ()
-    return [RunConfig.from_dict(text) for text in map(json.loads, texts) if not is_imported(text)]
+    settings = {text: json.loads(text) for text in texts}
+    return {text: RunConfig.from_dict(config) for text, config in settings.items() if not is_imported(config)}
 
 
 def is_imported(config: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.config import Arm, RunConfig, leaves
+from moe_rl.config import Arm, leaves
 from moe_rl.metrics.rounding import number
 from moe_rl.objectives.methods import spell_out
 from moe_rl.objectives.spelling import fill_in
@@ -23,10 +22,10 @@ from moe_rl.results.summary import (
     RUN,
     Metric,
     compare,
+    configs_by_text,
     configs_of,
     family,
     gaps,
-    is_imported,
     metric,
     outcomes,
     pairs_of,
@@ -263,9 +262,7 @@ def _count(text: str) -> int:
 
 def cost_table(frames: Frames, declared: Mapping[str, Any]) -> Shown:
     """What each arm took: runs, hours, seconds of a step, response tokens."""
-    configs = {
-        t: RunConfig.from_dict(json.loads(t)) for t in frames.runs["config"].unique() if not is_imported(json.loads(t))
-    }
+    configs = configs_by_text(frames)
     lengths = frames["steps"].reindex(columns=[*RUN, "response_tokens"]).groupby(RUN)["response_tokens"].sum()
     rows = []
     for arm in arms_of(frames, declared):

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
-from moe_rl.config import Count, RunConfig
+from moe_rl.config import MAX_ROWS, Count, RunConfig
 from moe_rl.errors import Diverged, RunError
 from moe_rl.models.compilation import run_eagerly
 from moe_rl.models.load import LoadedModel
@@ -37,14 +37,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def _check(run: RunConfig, *, routes: str = "raise", max_rows: Count = 512) -> None:
+def _check(run: RunConfig, *, routes: str = "raise", max_rows: Count = MAX_ROWS) -> None:
     check_routes(run, routes)
     if not run.sampling_mask:
         warn_without_mask(run, "sampling_mask=False")
 
 
 @checked(_check)
-def hf(run: RunConfig, start: LoadedModel, folder: Path, *, routes: str = "raise", max_rows: Count = 512) -> HFEngine:
+def hf(
+    run: RunConfig, start: LoadedModel, folder: Path, *, routes: str = "raise", max_rows: Count = MAX_ROWS
+) -> HFEngine:
     """The engine `hf`: samples from `start` itself, which is the policy's own module where one process trains.
     `routes`: `raise`, or `off`: they are not recorded. `max_rows`: completions sampled at once, which bounds memory."""
     return HFEngine(start.model, start.tokenizer, record_routes=routes != "off", max_rows=max_rows)
@@ -64,7 +66,7 @@ class HFEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         record_routes: bool = True,
-        max_rows: int = 512,
+        max_rows: int = MAX_ROWS,
     ):
         self.model, self.tokenizer = model, tokenizer
         self.reports_routes = record_routes

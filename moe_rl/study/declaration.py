@@ -27,7 +27,7 @@ from moe_rl.config import SHIPPED, Arm, RunConfig, plain
 from moe_rl.errors import OLD_NAMES, ConfigError, RunError, renamed
 from moe_rl.objectives.methods import arm as spelled_arm
 from moe_rl.objectives.methods import spell_out
-from moe_rl.registry import Component, lookup, unknown
+from moe_rl.registry import Component, lookup, split_list, unknown
 from moe_rl.storage import folder as runs
 from moe_rl.storage.folder import DECLARATION
 from moe_rl.storage.provenance import path_in_checkout
@@ -193,7 +193,7 @@ class Study:
         """Names of its own arms, as `--arms grpo,gspo` has them; commas in brackets belong to a name. Raises
         ConfigError for one that is not its own."""
         own = [arm.name for arm in _made(self.arms)]
-        names = re.findall(r"(?:[^,()]|\([^()]*\))+", text or "")
+        names = split_list(text)
         for name in names:
             if name not in own:
                 unknown(f"arm of study {self.name!r}", name, own, "--arm takes any other arm")

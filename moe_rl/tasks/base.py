@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence, Sized
 from dataclasses import dataclass
 from operator import length_hint
@@ -11,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.registry import Component, Part, check_options, check_values, import_callable, unknown
 from moe_rl.seeds import HELD_OUT, derive
-from moe_rl.tasks.rewards import Reward
+from moe_rl.tasks.rewards import Reward, as_number
 from moe_rl.types import Prompt
 
 TASKS = {
@@ -244,10 +243,7 @@ def rewards_of(
 
 
 def _checked(task: Task, reward: Any, prompt: Prompt, completion: str) -> float:
-    try:
-        value = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError):
-        value = math.nan
+    value = as_number(reward)
     if not 0.0 <= value <= 1.0:
         raise ConfigError(
             f"{type(task).__name__}.reward returned {reward!r} for {completion[:80]!r}, prompt {prompt.text[:80]!r}. "

@@ -44,15 +44,18 @@ class JsonlTask:
                 f"task 'jsonl:{file}': match={match!r}, reward={reward!r}, rewards={rewards!r}. Set one of the three. "
                 "Weights, a range and a time limit need reward or rewards."
             )
-        path = None if file == benchmark else Path(file).expanduser()
-        if path and not path.is_file():
+        path = Path(file).expanduser()
+        if file != benchmark and not path.is_file():
             raise ConfigError(f"task 'jsonl:{file}': file not found (searched at {path.absolute()})")
-        published = entries(benchmark, path) if benchmark else ()
+        if benchmark:
+            rows = entries(benchmark, None if file == benchmark else path)
+        else:
+            rows = ((where, entry) for where, _, entry in objects(path))
         self.match: str = PUBLISHED[benchmark][0] if benchmark in PUBLISHED and match == "exact" else match
         self._right = matcher(self.match)
         self.lines: list[Prompt] = []
         first: dict[str, tuple[str, Prompt]] = {}
-        for where, entry in published or ((where, entry) for where, _, entry in objects(Path(file).expanduser())):
+        for where, entry in rows:
             self.lines.append(prompt := _prompt(entry, where))
             before, known = first.setdefault(prompt.text, (where, prompt))
             if known.answer != prompt.answer:

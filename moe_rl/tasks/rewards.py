@@ -142,7 +142,7 @@ def _call(name: str, **keywords: Any) -> Scores:
         raise ConfigError(
             f"{name} returned {given!r:.160}. Return a list of {count}, one number or None per completion."
         )
-    values = [None if score is None else _number(score) for score in given]
+    values = [None if score is None else as_number(score) for score in given]
     for score, value, completion in zip(given, values, keywords["completions"], strict=True):
         if value is not None and not math.isfinite(value):
             raise ConfigError(
@@ -151,7 +151,8 @@ def _call(name: str, **keywords: Any) -> Scores:
     return values
 
 
-def _number(score: Any) -> float:
+def as_number(score: Any) -> float:
+    """A reward as a float; NaN for what is no number."""
     try:
         return math.nan if isinstance(score, str) else float(score)
     except (TypeError, ValueError, OverflowError):

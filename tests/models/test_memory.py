@@ -25,28 +25,30 @@ def sizes_of(config):
         return measure_sizes(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
 
 
+OLMOE = OlmoeConfig(intermediate_size=1024)
+"""OLMoE-1B-7B."""
+QWEN = Qwen3MoeConfig(
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    vocab_size=151936,
+)
+"""Qwen3-30B-A3B."""
+
+
 @pytest.fixture(scope="module")
 def olmoe():
-    """OLMoE-1B-7B."""
-    return sizes_of(OlmoeConfig(intermediate_size=1024))
+    return sizes_of(OLMOE)
 
 
 @pytest.fixture(scope="module")
 def qwen():
-    """Qwen3-30B-A3B."""
-    return sizes_of(
-        Qwen3MoeConfig(
-            hidden_size=2048,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            vocab_size=151936,
-        )
-    )
+    return sizes_of(QWEN)
 
 
 @pytest.mark.parametrize(

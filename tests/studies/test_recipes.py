@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GraniteMoeConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GraniteMoeConfig
 
 from moe_rl.cli import main
 from moe_rl.models.load import save_checkpoint
-from moe_rl.models.memory import estimate_memory, measure_sizes
+from moe_rl.models.memory import estimate_memory
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.storage.frames import load_study
 from moe_rl.study.declaration import load_study_file
+from tests.models.test_memory import OLMOE, QWEN, sizes_of
 
 RECIPES = Path(__file__).parents[2] / "studies" / "recipes"
 FULL = {
@@ -27,18 +28,8 @@ FULL = {
         vocab_size=49155,
         tie_word_embeddings=True,
     ),
-    "real_model": OlmoeConfig(intermediate_size=1024),
-    "one_node": Qwen3MoeConfig(
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        vocab_size=151936,
-    ),
+    "real_model": OLMOE,
+    "one_node": QWEN,
 }
 """granite-3.0-1b-a400m, OLMoE-1B-7B and Qwen3-30B-A3B."""
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -130,8 +121,6 @@ def test_the_recipe_for_verl_has_float32_weights_and_bfloat16_products(place, ca
 @pytest.mark.parametrize("name, ranks, gigabytes", [("one_gpu", 1, 31), ("real_model", 1, 130), ("one_node", 7, 82)])
 def test_the_page_states_the_memory_of_each_recipe(name, ranks, gigabytes):
     run = load_study_file(str(RECIPES / f"{name}.py")).base
-    with torch.device("meta"):
-        sizes = measure_sizes(AutoModelForCausalLM.from_config(FULL[name], dtype=torch.bfloat16))
-    phases = estimate_memory(run, sizes, 256 + run.max_new_tokens, ranks)
+    phases = estimate_memory(run, sizes_of(FULL[name]), 256 + run.max_new_tokens, ranks)
     assert max(sum(terms.values()) for terms in phases.values()) / 1e9 == pytest.approx(gigabytes, abs=1)
     assert len((RECIPES / f"{name}.py").read_text().splitlines()) <= 60
