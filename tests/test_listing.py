@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 
 import pytest
 
 from moe_rl import cli
 from moe_rl.cli.listing import LISTS, WIDTH
+from moe_rl.cli.running import _with_settings
 from moe_rl.config import Arm, RunConfig, parse_settings
 from moe_rl.errors import ConfigError
+from moe_rl.study.routing_replay import study
 
 HAS = {
     "tasks": ("reasoning_gym:<dataset>", "<package.module>:<Class>"),
@@ -108,3 +111,12 @@ def test_a_command_takes_the_file(tmp_path, capsys):
         ["checkpoint", "evaluate", "none", "--task", "running_sums", "--settings", str(tmp_path / "own.toml")]
     )
     assert code == 2 and "own.toml: no setting is called 'prompts_per_stepp'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, task", [('task = "corrected_sums"', "running_sums"), ("[task]\ndigits = 7", "running_sums(digits=7)")]
+)
+def test_the_task_of_the_command_line_wins_and_takes_the_options_of_the_file(tmp_path, text, task):
+    (tmp_path / "own.toml").write_text(text)
+    options = argparse.Namespace(task="running_sums", policy=None, file=tmp_path / "own.toml", settings=[])
+    assert str(_with_settings(study, options).base.task) == task

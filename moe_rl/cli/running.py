@@ -232,10 +232,8 @@ def _with_settings(study: Study, options: argparse.Namespace) -> Study:
 
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
     changes |= {"policy": options.policy} if options.policy else {}
-    of_file = parse_settings(study.base, [], options.file)
-    of_file = {key: value for key, value in of_file.items() if key.partition(".")[0] not in changes}
-    base = study.base.replace(**of_file).replace(**changes)
-    return study.with_settings(of_file | changes | parse_settings(base, options.settings))
+    fixed = {**changes, **parse_settings(study.base.replace(**changes), [], options.file), **changes}
+    return study.with_settings(fixed | parse_settings(study.base.replace(**fixed), options.settings))
 
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:
