@@ -52,7 +52,7 @@ ATTENDS = re.compile(r"((full|sliding|chunked|indexed|reference_sliding|deepseek
 """Names of layers that read only the tokens that a mask lets in. All others mix tokens by themselves."""
 WITHOUT_POSITIONS = {"afmoe", "glm4v_moe_text", "gpt_oss", "hy_v4_vl_text", "openai_privacy_filter"}
 """Families whose masks are made without position ids; flash attention reads them by itself."""
-APART_SINCE = {"glm_moe_dsa": (5, 23)}
+APART_SINCE = {"glm_moe_dsa": (5, 11)}
 """Families whose packed rows see one another before this release of transformers."""
 
 
