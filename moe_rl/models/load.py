@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moe_rl.config import SHIPPED, ModelConfig, folder_of
 from moe_rl.errors import ConfigError
+from moe_rl.models.adapters import find_layers, merged
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.registry import import_component, unknown
 from moe_rl.routing.moe_layers import find_moe_layers
@@ -156,9 +157,10 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a Hugging Face checkpoint; `AutoModelForCausalLM.from_pretrained(folder)` returns the same bits."""
+    """Write a Hugging Face checkpoint, adapters merged; `AutoModelForCausalLM.from_pretrained(folder)` returns the same
+    bits."""
     with no_progress_bars():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=dict(merged(model)) if find_layers(model) else None)
         tokenizer.save_pretrained(folder)
 
 

@@ -133,7 +133,9 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
 
 
 def _states(policy: Component, dtype: str) -> tuple[int, int]:
-    """Bytes a parameter of weights, masters and moments, and of gradients."""
+    """Bytes a parameter of weights, masters and moments, and of gradients. Adapters are too small to count."""
+    if policy.options.get("lora"):
+        return getattr(torch, dtype).itemsize, 0
     if dtype == "float32" or policy.name == "fsdp":  # whose shards are the masters
         return 12, 4
     return (14, 4) if policy.options.get("master_weights", True) else (6, 2)

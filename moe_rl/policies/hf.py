@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from moe_rl import ranks
 from moe_rl.config import SCORED, Optimizer, RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.models.adapters import ATTENTION, add_adapters, merged
 from moe_rl.models.compilation import check_backend, compile_parts, try_parts
 from moe_rl.models.load import LoadedModel, load
 from moe_rl.models.master_weights import TrainedWeights
@@ -37,7 +39,7 @@ from moe_rl.policies.optimizer import (
     take_step,
     write_state,
 )
-from moe_rl.registry import checked
+from moe_rl.registry import Positive, checked
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.moe_layers import find_moe_layers
@@ -52,8 +54,16 @@ WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
 BIAS = "e_score_correction_bias"
 
 
-def _check(run: RunConfig, *, master_weights: bool = True, compile: str | None = None) -> None:
+def _check(run: RunConfig, *, compile: str | None = None, lora: int | None = None, **options: Any) -> None:
     check_backend(compile)
+    if lora is None and any(name.startswith("lora_") for name in options):
+        raise ConfigError(f"policy='hf': {', '.join(options)} need a rank, e.g. lora=16")
+    noise, changed = run.router_noise, run.optimizer.router_lr_scale != 1 or run.optimizer.loss_free_bias
+    if lora and (changed or noise.scale and noise.direction == "last_step"):
+        raise ConfigError(
+            "policy='hf(lora=…)' trains adapters alone, so routers stay as they are. Leave optimizer.router_lr_scale, "
+            "optimizer.loss_free_bias and router_noise.direction='last_step' out."
+        )
     if ranks.planned() > 1:
         raise ConfigError(
             f"policy='hf' runs in one process, but this run has {ranks.planned()}. Leave torchrun or "
@@ -63,13 +73,25 @@ def _check(run: RunConfig, *, master_weights: bool = True, compile: str | None =
 
 @checked(_check)
 def hf(
-    run: RunConfig, start: LoadedModel, frozen: bool, *, master_weights: bool = True, compile: str | None = None
+    run: RunConfig,
+    start: LoadedModel,
+    frozen: bool,
+    *,
+    master_weights: bool = True,
+    compile: str | None = None,
+    lora: PositiveInt | None = None,
+    lora_alpha: Positive = 32.0,
+    lora_targets: Sequence[str] = ATTENTION,
 ) -> HFPolicy:
     """The policy `hf`, which trains `start` itself; `frozen`: a copy of it, which only scores. `master_weights`: the
     optimizer trains float32 copies of weights that are narrower (`model.dtype=bfloat16`), 18 bytes a parameter. False
     trains the narrow ones, 8 bytes a parameter, and loses most small steps. `compile`: a backend of torch.compile,
-    such as `inductor`, for what lies between the routers (`models.compilation`). Engines decode eagerly."""
+    such as `inductor`, for what lies between the routers (`models.compilation`). Engines decode eagerly. `lora`: the
+    rank of adapters of scale lora_alpha / lora at the linear maps `lora_targets`; all else is frozen. Checkpoints to
+    resume from hold the adapters. Exported ones, and engines with weights of their own, have them merged."""
     model = copy_of(run, start) if frozen else start.model
+    if lora and not frozen:
+        add_adapters(model, lora, lora_alpha, lora_targets, run.cold_start.seed)
     return HFPolicy(
         model,
         run.optimizer,
@@ -93,7 +115,7 @@ def settings_of(run: RunConfig, frozen: bool = False) -> dict[str, Any]:
 def copy_of(run: RunConfig, start: LoadedModel) -> Any:
     """Another model of the same weights."""
     model = load(run.model, run.cold_start.seed).model
-    model.load_state_dict(start.model.state_dict())
+    model.load_state_dict(dict(merged(start.model)))
     return model
 
 
@@ -195,13 +217,8 @@ class HFPolicy:
         return gradient
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the state dict, as transformers names them in memory.
-
-        A PEFT model gives base weights and adapters as they are, unmerged and under its own names: nothing for an
-        engine on the same module, and any other engine must have the same adapters, or refuses. For one that has none,
-        give it `merge_and_unload()` of a copy.
-        """
-        for name, tensor in self.model.state_dict().items():
+        """Names and tensors of the state dict, as transformers names them in memory, with adapters merged."""
+        for name, tensor in merged(self.model):
             yield name, ranks.join_shards(tensor)
 
     def save(self, folder: Path) -> None:

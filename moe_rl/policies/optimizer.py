@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_rl import ranks
 from moe_rl.config import Optimizer
 from moe_rl.errors import ConfigError, Diverged, RunError
+from moe_rl.models.adapters import find_layers
 from moe_rl.models.master_weights import TrainedWeights, is_narrow
 from moe_rl.routing.moe_layers import router_parameters
 
@@ -118,11 +119,15 @@ def share_changed(before: list[Tensor], after: list[Tensor]) -> float:
 def write_state(
     to: Path, moments: Path, weights: TrainedWeights, optimizer: torch.optim.Optimizer, updates: int
 ) -> None:
-    """A module into the safetensors file `to`; masters, optimizer and number of updates into another; bit-exact."""
-    from safetensors.torch import save_model
+    """A module, or its adapters alone, into the safetensors file `to`; masters, optimizer and number of updates into
+    another; bit-exact."""
+    from safetensors.torch import save_file, save_model
 
     to.parent.mkdir(parents=True, exist_ok=True)
-    save_model(weights.model, str(to))
+    if find_layers(weights.model):
+        save_file({name: p.detach() for name, p in weights.model.named_parameters() if p.requires_grad}, to)
+    else:
+        save_model(weights.model, str(to))
     state: dict[str, Any] = {"optimizer": optimizer.state_dict(), "updates": updates}
     if weights.masters:
         state["masters"] = [master.detach() for master in weights.masters.values()]
@@ -144,7 +149,7 @@ def read_state(
             f"{moments} holds {len(masters)} float32 master weights, but this policy has {len(weights.masters)}. Go on "
             "with the same master_weights, or begin a new run."
         )
-    load_model(weights.model, str(file), device=str(device))
+    load_model(weights.model, str(file), strict=not find_layers(weights.model), device=str(device))
     for mine, stored in zip(weights.masters.values(), masters, strict=True):
         mine.copy_(stored)
     try:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_rl.config import MAX_ROWS, Count, RunConfig
 from moe_rl.errors import Diverged, RunError
+from moe_rl.models.adapters import plain_state
 from moe_rl.models.compilation import run_eagerly
 from moe_rl.models.load import LoadedModel
 from moe_rl.models.vocabulary import kept
@@ -117,12 +118,17 @@ class HFEngine:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights into the model, casting to its dtype. Tensors that *are* the model's own are left alone, so this
-        costs nothing when the engine shares the policy's module. Raises RunError for names that do not match."""
-        mine, received = self.model.state_dict(), set()
+        costs nothing when the engine shares the policy's module. Raises RunError for names that do not match, and where
+        the model has adapters and is not the policy's own."""
+        mine, received = plain_state(self.model), set()
+        adapted = not all(isinstance(value, Tensor) for value in mine.values())
         for name, tensor in weights:
             received.add(name)
-            if name in mine and tensor.data_ptr() != mine[name].data_ptr():
-                mine[name].copy_(tensor.detach())
+            own = mine.get(name)
+            if isinstance(own, Tensor) and tensor.data_ptr() != own.data_ptr():
+                if adapted:
+                    raise RunError(f"{name}: the engine's model has adapters. Use the policy's own, or one without.")
+                own.copy_(tensor.detach())
         if names := sorted(mine.keys() ^ received):
             raise RunError(f"policy or engine lacks {len(names)} weights, e.g. {names[0]!r}. Use one model for both.")
 

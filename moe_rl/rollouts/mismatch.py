@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
+from moe_rl.models.adapters import merged, remove_adapters
 from moe_rl.models.load import LoadedModel
 from moe_rl.registry import Component, NotNegative, checked
 from moe_rl.rollouts.engine import check_dtype, check_routes, warn_without_mask
@@ -88,7 +89,7 @@ class MismatchedEngine(HFEngine):
         router_noise: float = 0.0,
         record_routes: bool = True,
     ):
-        twin = copy.deepcopy(model).requires_grad_(False).eval()
+        twin = remove_adapters(copy.deepcopy(model)).requires_grad_(False).eval()
         if experts is not None:
             _set_experts(twin, experts)
         if dtype is not None:
@@ -98,7 +99,7 @@ class MismatchedEngine(HFEngine):
         self.routers = {name for name, p in twin.named_parameters() if id(p) in routers and p.dim() > 1}
         self.int8, self.router_noise = int8, router_noise
         super().__init__(twin, tokenizer, record_routes=record_routes)
-        self.load(model.state_dict().items())
+        self.load(merged(model))
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights into the engine's model, rounded and disturbed as the settings say."""

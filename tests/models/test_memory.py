@@ -76,6 +76,7 @@ def test_sizes_are_those_of_the_published_models(olmoe, qwen):
         ("hf", "float32", 1, 16),
         ("hf", "bfloat16", 1, 18),
         ("hf(master_weights=False)", "bfloat16", 1, 8),
+        ("hf(lora=16)", "bfloat16", 1, 2),
         ("fsdp(compute_dtype=bfloat16)", "float32", 8, 2),
     ],
 )

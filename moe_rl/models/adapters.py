@@ -1,0 +1,77 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by PEFT, inside a model that stays of its class."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.errors import ConfigError
+from moe_rl.routing.moe_layers import find_moe_layers
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The targets of adapters by default."""
+
+
+def add_adapters(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
+    """Put adapters of scale alpha / rank beside the linear maps whose path ends in one of `targets`, drawn from `seed`,
+    and freeze all else. The model computes what it did until they are trained. Raises ConfigError for targets of which
+    the model has none, or which are routers: replay and recording need those as they are."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("policy='hf(lora=…)' needs the package peft. Run pip install peft.") from error
+    routers = [moe_layer.module for moe_layer in find_moe_layers(model)]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=[*targets])  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise ConfigError(f"lora_targets={[*targets]}: {error}") from error
+    if any(find_layers(router) for router in routers) or routers != [m.module for m in find_moe_layers(model)]:
+        raise ConfigError(f"lora_targets={[*targets]} names routers, which have to stay as they are. Remove them.")
+
+
+def find_layers(model: nn.Module) -> dict[str, Any]:
+    """The adapted layers of a model by their path, without those of single parameters (PEFT's target_parameters)."""
+    named = model.named_modules()
+    return {n: m for n, m in named if hasattr(m, "get_base_layer") and not hasattr(m, "parameter_name")}
+
+
+def remove_adapters(model: Any) -> Any:
+    """The model with its linear maps in the place of adapted ones; what the adapters learned is lost."""
+    for name, layer in find_layers(model).items():
+        model.set_submodule(name, layer.base_layer)
+    return model
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor | nn.Module]:
+    """The state dict by the names that a model without adapters has; adapted layers in the place of their weights."""
+    layers, state = find_layers(model), model.state_dict()
+    if not layers:
+        return dict(state)
+    plain: dict[str, Tensor | nn.Module] = {}
+    for name, tensor in state.items():
+        owner, inside, kind = name.rpartition(".base_layer.")
+        if inside and owner in layers:
+            plain[f"{owner}.{kind}"] = layers[owner] if kind == "weight" else tensor
+        elif not any(name.startswith(f"{path}.") for path in layers):
+            plain[name] = tensor
+    return plain
+
+
+@torch.no_grad()
+def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The state dict with adapters merged, W + alpha / rank · B A, added in float32."""
+    for name, value in plain_state(model).items():
+        if isinstance(value, Tensor):
+            yield name, value
+        else:
+            layer: Any = copy.deepcopy(value)
+            dtype = layer.get_base_layer().weight.dtype
+            layer.float().merge()
+            yield name, layer.get_base_layer().weight.to(dtype)
