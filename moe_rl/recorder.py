@@ -25,6 +25,7 @@ from moe_rl.config import Measure, RunConfig
 from moe_rl.errors import NotFinite
 from moe_rl.metrics import ratios, volatility
 from moe_rl.metrics.pooled import Pooled
+from moe_rl.models.memory import share_of_peak
 from moe_rl.policies.base import Policy
 from moe_rl.registry import Component
 from moe_rl.rollouts.engine import Sampler
@@ -66,10 +67,10 @@ class Recorder:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to the phase's."""
-        start = time.perf_counter()
+        """Add the time of a block to the phase's, on a GPU until it has done all of it."""
+        start = now()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now() - start
 
     # ------------------------------------------------------------------ one step, in the order of its calls
     def begin(self, step: int, batch: Batch, unconstrained: Scored, split: list[Tensor]) -> None:
@@ -174,10 +175,17 @@ class Recorder:
         return flips
 
     def cost(self) -> Row:
-        """Seconds per phase since the last call, their sum, and the peak of this process's memory so far."""
-        columns = {f"seconds_{phase}": value for phase, value in self.seconds.items()}
-        columns |= {"seconds_step": sum(self.seconds.values()), "memory_peak_mb": peak_memory_mb()}
-        self.seconds = {}
+        """Seconds per phase since the last call, their sum, tokens per second of it, and the peak of this process's
+        memory so far; on a GPU also its memory's and the update's share of the card's peak."""
+        seconds, self.seconds = self.seconds, {}
+        columns = {f"seconds_{phase}": value for phase, value in seconds.items()}
+        columns |= {"seconds_step": sum(seconds.values()), "memory_peak_mb": peak_memory_mb()}
+        columns["tokens_per_second"] = int(self.batch.attention_mask.sum()) / columns["seconds_step"]
+        if torch.cuda.is_initialized():
+            columns["memory_device_peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
+            if (model := getattr(self.policy, "model", None)) is not None:
+                length = int(self.batch.attention_mask.sum(1).float().mean())
+                columns["peak_share"] = share_of_peak(self.run, model, length, seconds["update"])
         return columns
 
 
@@ -418,6 +426,13 @@ def engine_row(batch: Rollouts, unconstrained: Scored) -> tuple[Row, list[Row]]:
 def exact(rewards: Tensor) -> float:
     """Share of rewards that are 1, up to rounding."""
     return (rewards >= 1 - 1e-6).double().mean().item()
+
+
+def now() -> float:
+    """Seconds of a clock, once a GPU that is in use has done what it was asked."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def peak_memory_mb() -> float:

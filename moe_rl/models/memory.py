@@ -132,6 +132,23 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     return {phase: {**terms, "context": float(WORKSPACE)} for phase, terms in phases.items()}
 
 
+def fit_tokens(run: RunConfig, model: Any, free: float) -> int:
+    """`micro_batch_tokens` for a GPU with `free` bytes, the weights' own among them: the most tokens a forward, of
+    32,768, 16,384, …, 1,024, with which update and score need nine tenths of them at most."""
+    sizes, tokens = measure_sizes(model), 32_768
+    while tokens > 1024:
+        phases = estimate_memory(run.replace(micro_batch_tokens=tokens), sizes, tokens)
+        if all(sum(phases[phase].values()) <= 0.9 * free for phase in ("update", "score")):
+            break
+        tokens //= 2
+    return tokens
+
+
+def share_of_peak(run: RunConfig, model: Any, time: int, seconds: float) -> float:
+    """Operations of a step's update over `seconds`, as a share of the dense bfloat16 peak of an H100."""
+    return count_operations(run, measure_sizes(model), time)["update"] / seconds / PEAK
+
+
 def _states(policy: Component, dtype: str) -> tuple[int, int]:
     """Bytes a parameter of weights, masters and moments, and of gradients. Adapters are too small to count."""
     if policy.options.get("lora"):

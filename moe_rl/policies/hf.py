@@ -27,6 +27,7 @@ from moe_rl.models.adapters import ATTENTION, add_adapters, merged
 from moe_rl.models.compilation import check_backend, compile_parts, try_parts
 from moe_rl.models.load import LoadedModel, load
 from moe_rl.models.master_weights import TrainedWeights
+from moe_rl.models.memory import fit_tokens
 from moe_rl.models.vocabulary import LOGITS, entropy_of, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.optimizer import (
@@ -92,13 +93,18 @@ def hf(
     model = copy_of(run, start) if frozen else start.model
     if lora and not frozen:
         add_adapters(model, lora, lora_alpha, lora_targets, run.cold_start.seed)
+    settings = settings_of(run, frozen)
+    if start.model.device.type == "cuda" and run.micro_batch_tokens is None:
+        free = torch.cuda.mem_get_info(start.model.device)[0] + torch.cuda.memory_reserved(start.model.device)
+        settings["micro_batch_tokens"] = tokens = fit_tokens(run, start.model, free)
+        print(f"micro_batch_tokens={tokens:,}, which fits {free / 1e9:.3g} GB")
     return HFPolicy(
         model,
         run.optimizer,
         master_weights=master_weights and not frozen,
         compile=compile,
         gradient_cosine=run.measure.gradient_cosine and not frozen,
-        **settings_of(run, frozen),
+        **settings,
     )
 
 
@@ -253,7 +259,7 @@ class HFPolicy:
             batch.routes.require_known()
         self.optimizer.zero_grad(set_to_none=True)
         metrics: Counter[str] = Counter()
-        parts, loss = [], 0.0
+        parts, loss, positions, real = [], 0.0, 0, 0
         looks = "router" in objective.needs
         inputs_of = self._router_inputs(batch, objective, noise) if looks else lambda rows, part, routed: {}
         cuts = self._cut(batch, self.micro_batch)
@@ -266,8 +272,10 @@ class HFPolicy:
                 self._prepare_backward(last=number == len(cuts))
                 out.loss.backward()
             loss += out.loss.item()
+            positions, real = positions + part.tokens.numel(), real + int(part.attention_mask.sum())
             metrics.update(out.metrics)
             parts.append(move_beside(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
+        metrics["padding"] = (1 - real / positions) / ranks.world()  # ranks add theirs up
         return self._join(parts, batch, cuts), loss, dict(metrics)
 
     def _prepare_backward(self, last: bool) -> None:

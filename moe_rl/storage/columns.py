@@ -85,4 +85,4 @@ def unknown(table: str, names: set[str]) -> set[str]:
 
 def timing(name: str) -> bool:
     """Whether a column may differ between two runs that are otherwise identical."""
-    return name.startswith(("seconds_", "memory_"))
+    return name.startswith(("seconds_", "memory_", "tokens_per_", "peak_", "padding"))

@@ -229,7 +229,7 @@ def labels_of(path: Path) -> dict[str, Any]:
 def differences(
     a: Mapping[str, pd.DataFrame], b: Mapping[str, pd.DataFrame], *, narrow: bool = False, measured: bool = False
 ) -> Iterator[Difference]:
-    """Every column that both runs have and in which they differ, `seconds_*` and `memory_*` aside.
+    """Every column that both runs have and in which they differ, those of its cost aside.
 
     Equality is exact, or of float32 numbers if `narrow`. With `measured`, rows in which `a` has no value are ignored.
     """

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from moe_rl.metrics.rounding import number
 from moe_rl.storage import folder as runs
 from moe_rl.storage.terminal import duration, say
 from moe_rl.study.declaration import Planned
@@ -21,6 +20,14 @@ SHARE = 0.05
 """Of the time, how much may go to reading folders, however many there are and however slow their file system."""
 LONGEST = 60.0
 """Seconds between readings at most: a file system may be slow once."""
+SHOWN = {
+    "reward": "reward {:.2f}",
+    "token_kl_k3": "KL {:.1e}",
+    "expert_change_rate": "{:.1%} of slots changed",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+"""Columns of the last step that are shown of a run, and how; the reward alone on a line shorter than WIDE."""
+WIDE = 120
 
 
 class Display:
@@ -63,8 +70,9 @@ class Display:
             if now["state"] in runs.ENDED:
                 self.ended.add(p.path)
             text = now["state"] if now["step"] or now["state"] != "running" else preparing(now)
-            if now.get("reward") is not None:
-                text += f" · reward {number(now['reward'], '.2f')}"
+            for name, how in SHOWN.items():
+                if now.get(name) is not None and (name == "reward" or self.console.width >= WIDE):
+                    text += " · " + how.format(now[name])
             if now["state"] == "running" and now.get("seconds_left"):
                 text += f" · {duration(now['seconds_left'])} left"
             self.bars.update(row, completed=min(now["step"], p.config.steps), text=text)

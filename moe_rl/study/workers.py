@@ -35,7 +35,7 @@ from moe_rl.storage.lock import Held
 from moe_rl.storage.provenance import code_version, inputs_of, merged
 from moe_rl.storage.terminal import say
 from moe_rl.study.declaration import Planned, Study
-from moe_rl.study.display import Display
+from moe_rl.study.display import SHOWN, Display
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 TRACKERS = "moe_rl.integrations.trackers:Listeners"
@@ -338,7 +338,7 @@ class Watch:
         if self.last is not None:  # the first interval holds the cold start
             self.pace = now - self.last if self.pace is None else 0.9 * self.pace + 0.1 * (now - self.last)
         self.last = now
-        self.folder.progress(self.step, seconds_per_step=self.pace, reward=row.get("reward"))
+        self.folder.progress(self.step, seconds_per_step=self.pace, **{name: row.get(name) for name in SHOWN})
 
 
 def load(spec: str) -> Any:

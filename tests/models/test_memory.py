@@ -5,7 +5,15 @@ import torch
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
 from moe_rl.config import Arm, ModelConfig, RunConfig
-from moe_rl.models.memory import count_operations, describe, estimate_memory, measure_sizes
+from moe_rl.models import memory
+from moe_rl.models.memory import (
+    count_operations,
+    describe,
+    estimate_memory,
+    fit_tokens,
+    measure_sizes,
+    share_of_peak,
+)
 from tests.conftest import build
 
 RUN = RunConfig(
@@ -101,6 +109,22 @@ def test_active_parameters_are_those_that_are_not_experts_and_k_of_every_expert(
     sizes = measure_sizes(model)
     assert sizes.parameters == sum(p.numel() for p in model.parameters())
     assert 0 < sizes.active < sizes.parameters and sizes.inner > 0 and sizes.routed > 0
+
+
+def test_the_most_tokens_that_fit_are_taken(olmoe, monkeypatch):
+    """OLMoE with masters: 124 GB of states; an update of 8,192 tokens needs about 130."""
+    monkeypatch.setattr(memory, "measure_sizes", lambda model: olmoe)
+    run = RUN.replace(micro_batch_tokens=None, activation_checkpointing=True)
+    assert [fit_tokens(run, None, gigabytes * 1e9) for gigabytes in (80, 150, 200)] == [1024, 16384, 32768]
+    for free in (150e9, 200e9):
+        tokens = fit_tokens(run, None, free)
+        phases = estimate_memory(run.replace(micro_batch_tokens=tokens), olmoe, tokens)
+        assert sum(phases["update"].values()) <= 0.9 * free
+
+
+def test_the_share_of_the_peak_is_operations_over_seconds(qwen, monkeypatch):
+    monkeypatch.setattr(memory, "measure_sizes", lambda model: qwen)
+    assert share_of_peak(RUN, None, 512, 2.0) == count_operations(RUN, qwen, 512)["update"] / 2.0 / 989e12
 
 
 def test_a_dry_run_names_the_largest_term():
