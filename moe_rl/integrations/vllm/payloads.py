@@ -70,12 +70,13 @@ def decode_routes(
     payload, or in `gates` (an array, nested lists or {"data": base64, "dtype": "float32"}, of the shape of the ids),
     become the trace's, and replay forces them too. Raises RoutingError for what does not fit.
     """
-    require_policy(invalid)
+    if invalid not in ("raise", "unknown"):
+        raise RoutingError(f'invalid={invalid!r}; expected "raise" or "unknown".')
     ids, weights = reported_routes(payload, layout=layout, tokens=tokens, short=invalid == "unknown", **form)
     num_layers = form.get("num_layers")
     ids = _moe_layers(ids, layout, num_layers)
     inputs = torch.from_numpy(np.fromiter(tokens, np.int64, len(tokens)))[None, :-1]
-    trace = checked_trace(ids[None], layout, invalid, inputs)
+    trace = _checked_trace(ids[None], layout, invalid, inputs)
     if weights is None:
         return trace
     layers = [moe_layer.decoder_layer for moe_layer in layout.moe_layers]
@@ -138,7 +139,7 @@ def _read(payload: Any, start: int, dtype: str | None) -> tuple[NDArray, int]:
         if sizes is not None and (len(sizes) != 3 or min(sizes) < 1):
             raise ValueError("three positive sizes are needed")
         is_buffer = isinstance(payload, str | bytes | bytearray)
-        array = _from_buffer(payload, dtype, sizes) if is_buffer else integers(payload)
+        array = _from_buffer(payload, dtype, sizes) if is_buffer else _integers(payload)
         return (array if sizes is None else array.reshape(sizes)), start
     except (ValueError, TypeError, OverflowError) as error:
         raise RoutingError(f"routing does not fit the shape {shape!r}: {error}. Expected [rows, layers, k].") from error
@@ -174,10 +175,10 @@ def _from_npy(raw: bytes | bytearray) -> NDArray:
             raise ValueError("there is more behind its array")
     except Exception as error:  # a broken header can fail anywhere in NumPy's reader
         raise RoutingError(f"routing looks like a .npy file but cannot be read as one ({error})") from error
-    return integers(array)
+    return _integers(array)
 
 
-def integers(payload: Any) -> NDArray:
+def _integers(payload: Any) -> NDArray:
     """Nested lists, tensors and arrays as an array of integers, in their own dtype."""
     try:
         array = payload.cpu().numpy() if isinstance(payload, torch.Tensor) else np.asarray(payload)
@@ -239,18 +240,13 @@ def _moe_layers(
     return array[:, layers]
 
 
-def checked_trace(
-    ids: Integer[NDArray, "batch rows moe_layer k"],
-    layout: Layout,
-    invalid: str,
-    tokens: torch.Tensor | None,
+def _checked_trace(
+    ids: Integer[NDArray, "1 rows moe_layer k"], layout: Layout, invalid: str, tokens: Integer[torch.Tensor, "1 rows"]
 ) -> RoutingTrace:
-    """[batch, rows, MoE layer, k] ids as a trace: missing rows unknown, impossible ones refused or, on request,
-    unknown."""
-    batch, rows, moe_layers, _ = ids.shape
+    """Ids as a trace: missing rows unknown, impossible ones refused or, on request, unknown."""
     experts = torch.full(ids.shape, layout.unknown, dtype=layout.dtype)
-    kinds, faulty = torch.empty(batch, rows, moe_layers, dtype=torch.uint8), False
-    for at in blocks(batch, rows, moe_layers):
+    kinds, faulty = torch.empty(ids.shape[:3], dtype=torch.uint8), False
+    for at in blocks(*ids.shape[:3]):
         part = torch.from_numpy(ids[at].astype(np.int64).clip(-2, NO_ROUTE[-1] + 1))  # others stay out of range
         of_part = kinds[at] = layout.kinds_of_rows(part, NO_ROUTE)
         known = experts[at]
@@ -258,15 +254,12 @@ def checked_trace(
         if bool(of_part.any()):
             known[of_part != ROUTE] = layout.unknown
             faulty |= bool((of_part < MISSING)[of_part != ROUTE].any())
-    for b in range(batch):
-        read = np.zeros(rows) if tokens is None else tokens[b].numpy()
-        dummies = torch.from_numpy(_find_dummies(ids[b], kinds[b].numpy(), layout.moe_layers, read))
-        kinds[b, dummies], experts[b, dummies] = DUMMY, layout.unknown
-        faulty |= bool(dummies.any())
+    dummies = torch.from_numpy(_find_dummies(ids[0], kinds[0].numpy(), layout.moe_layers, tokens[0].numpy()))
+    kinds[0, dummies], experts[0, dummies] = DUMMY, layout.unknown
     for s, moe_layer in enumerate(layout.moe_layers):
         experts[:, :, s, moe_layer.top_k :] = layout.unknown
-    if faulty:
-        _refuse(ids, kinds, layout, invalid)
+    if faulty or bool(dummies.any()):
+        _refuse(ids[0], kinds[0], layout, invalid)
     return RoutingTrace.from_ids(experts, layout, tokens=tokens, check=False)
 
 
@@ -301,11 +294,11 @@ def _refuse(ids: NDArray, kinds: torch.Tensor, layout: Layout, invalid: str) -> 
     counts = {reason: int((kinds == kind).sum()) for kind, reason in reasons.items()}
     text = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
     if invalid == "raise":
-        b, t, s = torch.isin(kinds, torch.tensor([*reasons])).nonzero()[0].tolist()
+        t, s = torch.isin(kinds, torch.tensor([*reasons])).nonzero()[0].tolist()
         moe_layer = layout.moe_layers[s]
         raise RoutingError(
             f"{sum(counts.values())} of {kinds.numel()} rows cannot be routes ({text}), first {moe_layer.name}, "
-            f"row {b}, token {t}: {ids[b, t, s, : moe_layer.top_k].tolist()}. Set "
+            f"token {t}: {ids[t, s, : moe_layer.top_k].tolist()}. Set "
             'invalid="unknown" to let such rows route freely.'
         )
     warnings.warn(f"rows that cannot be routes are unknown: {text}", RoutesRefused, stacklevel=4)
@@ -337,8 +330,3 @@ def _reported_weights(payload: Any, shape: Sequence[int], start: int) -> Float[N
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
         raise RoutingError(f"gates do not fit the ids ({error}); expected one weight per id, {list(shape)}") from error
     return np.concatenate([np.zeros((max(0, rows - len(values)), *inner), np.float32), values[:rows]])
-
-
-def require_policy(invalid: str) -> None:
-    if invalid not in ("raise", "unknown"):
-        raise RoutingError(f'invalid={invalid!r}; expected "raise" or "unknown".')
