@@ -74,9 +74,7 @@ def main(folder: Path) -> None:
     if ranks.world() == 2:
         for name, where in ON_RANKS.items():
             family = name.split()[0]
-            settings = {"moe_token_dispatcher_type": "allgather"} if family == "mixtral" else {}
-            parallel = replace(LAYOUTS[where], settings=settings)
-            facts[name] = compared(partial(of_family, family), parallel, recompute=where == "pp2")
+            facts[name] = compared(partial(of_family, family), LAYOUTS[where], recompute=where == "pp2")
         make = partial(build, "qwen3_moe", norm_topk_prob=False, num_experts_per_tok=3)
         facts["unnormalised"] = compared(make, LAYOUTS["ep2"], recompute=False)
         facts["resumed"] = resumed(folder)

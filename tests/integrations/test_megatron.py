@@ -143,7 +143,7 @@ def test_an_update_that_fails_leaves_no_route_behind(layout, found):
 
 
 @pytest.mark.parametrize("name", [*ON_RANKS, "unnormalised"])
-def test_other_families_gates_and_the_other_dispatcher_agree_on_ranks_too(name, facts):
+def test_other_families_and_gates_agree_on_ranks_too(name, facts):
     require(facts(2)[name])
 
 

@@ -10,7 +10,6 @@ import torch
 
 from moe_rl import ranks
 from moe_rl.config import Optimizer
-from moe_rl.integrations.megatron import layout
 from moe_rl.integrations.megatron.layout import Parallel
 from moe_rl.policies.hf import HFPolicy
 from tests.integrations.megatron_layouts import (
@@ -49,21 +48,6 @@ def test_a_family_scores_replays_and_learns_as_the_hugging_face_policy(family):
 def test_the_table_of_families_and_layouts_is_current():
     page = Path(__file__).parents[2] / "docs" / "distributed.md"
     assert table() in page.read_text(), f"docs/distributed.md needs:\n{table()}"
-
-
-def test_megatrons_own_balancing_would_depend_on_how_a_batch_is_cut(monkeypatch):
-    """Which is why it is refused; the losses of arms do not. 9 rows in micro-batches of 5 are filled up with one."""
-    own = {"moe_aux_loss_coeff": 1e-2, "moe_router_load_balancing_type": "aux_loss"}, {"moe_z_loss_coeff": 1e-3}
-    monkeypatch.setattr(layout, "HARMLESS_SETTINGS", ("moe_*",))
-    descent, gaps = Optimizer(name="sgd", lr=1.0, betas=(0.0, 0.0), grad_clip=0.0), []
-    for settings in ({}, *own):
-        routers = []
-        for rows in (9, 5):
-            policy = megatron(of_family("mixtral"), Parallel(settings=settings), descent, micro_batch=rows)
-            trained(policy, example(), None)
-            routers.append(dict(policy.weights())["model.layers.0.mlp.gate.weight"].clone())
-        gaps.append(far(*routers))
-    assert gaps[0] < 1e-6 and min(gaps[1:]) > 1e-4
 
 
 def both(settings: Optimizer) -> list:

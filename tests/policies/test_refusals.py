@@ -30,22 +30,11 @@ TINY = ModelConfig()
         (Parallel(dp=3, ep=3), 3, "16 experts over ep=3"),
         (Parallel(tp=4), 4, "2 key-value heads over tp=4"),
         (Parallel(pp=4), 4, "6 layers over pp=4"),
-        (Parallel(settings={"moe_router_fusion": True}), 1, "moe_router_fusion"),
-        (Parallel(settings={"moe_expert_capacity_factor": 1.0}), 1, "capacity_factor=1.0"),
-        (Parallel(settings={"virtual_pipeline_model_parallel_size": 2}), 1, "virtual_pipeline"),
-        (Parallel(settings={"moe_router_load_balancing_type": "sinkhorn"}), 1, "'sinkhorn'"),
-        (Parallel(settings={"moe_aux_loss_coeff": 1e-2}), 1, "aux_loss_coeff=0.01"),
-        (Parallel(settings={"hidden_dropout": 0.5}), 1, "hidden_dropout"),
     ],
 )
 def test_layouts_that_megatron_gets_wrong_are_refused_with_the_reason(parallel, world, reason):
     with pytest.raises(ConfigError, match=reason):
         check_layout(parallel, hf_config(TINY), world)
-
-
-def test_what_computes_the_same_numbers_otherwise_may_be_set():
-    settings = {"moe_token_dispatcher_type": "allgather", "recompute_granularity": "full", "apply_rope_fusion": True}
-    check_layout(Parallel(settings=settings), hf_config(TINY), 1)
 
 
 @pytest.mark.parametrize("preset, reason", [("olmoe-tiny", "olmoe"), ("gpt_oss-tiny", "gpt_oss")])

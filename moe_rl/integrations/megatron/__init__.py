@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_rl import ranks
@@ -46,7 +45,6 @@ def megatron(
     pp: int = 1,
     ep: int = 1,
     etp: int | None = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> MegatronPolicy:
     """The policy `megatron` on dp × tp × pp processes, one per GPU; see `layout.Parallel`. `dp`: None takes the
     processes that tp and pp leave."""
@@ -55,7 +53,7 @@ def megatron(
     return MegatronPolicy(
         start.model if start else skeleton(run.model),
         None if frozen else run.optimizer,
-        _layout(dp, tp=tp, pp=pp, ep=ep, etp=etp, settings=settings or {}),
+        _layout(dp, tp=tp, pp=pp, ep=ep, etp=etp),
         temperature=run.temperature,
         micro_batch=run.micro_batch,
         recompute=run.activation_checkpointing and not frozen,

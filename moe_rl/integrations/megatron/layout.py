@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError
@@ -20,27 +18,6 @@ SIGMOID = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
 best groups, and have shared experts and dense layers first. Moonlight is a `deepseek_v3`."""
 NO_SOURCES = {"soft", "recall", "under_noise", "by_margin", "by_probability"}
 """Sources of routes that force more than ids, or that need what routers choose by."""
-HARMLESS_SETTINGS = (
-    "moe_token_dispatcher_type",
-    "moe_grouped_gemm",
-    "moe_deepep_num_sms",
-    "bias_*_fusion",
-    "masked_softmax_fusion",
-    "apply_rope_fusion",
-    "gradient_accumulation_fusion",
-    "moe_permute_fusion",
-    "cross_entropy_loss_fusion",
-    "recompute_*",
-    "*overlap*",
-    "tp_comm_*",
-    "batch_p2p_*",
-    "cpu_offloading*",
-    "attention_backend",
-    "deterministic_mode",
-    "deallocate_pipeline_outputs",
-    "distribute_saved_activations",
-)
-"""What of Megatron-core's configuration may be set: how the same numbers are computed."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +34,10 @@ class Parallel:
     """Expert parallel: the experts of a layer are spread over `ep` of the dp × tp ranks."""
     etp: int | None = None
     """Ranks that share one expert. None: `tp` when ep = 1, else 1."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of Megatron-core's TransformerConfig, e.g. `{"moe_token_dispatcher_type": "allgather"}`."""
 
 
 def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> None:
-    """Raise ConfigError for a model, layout or setting that Megatron-core gets wrong, or that is not built here."""
+    """Raise ConfigError for a model or layout that Megatron-core gets wrong, or that is not built here."""
     _check_family(config)
     p, etp = parallel, expert_tensor(parallel)
     if min(p.dp, p.tp, p.pp, p.ep, etp) < 1 or p.dp * p.tp * p.pp != world:
@@ -94,12 +69,6 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
             raise ConfigError(f"{count} {what}={parts} is not a whole number. Choose a divisor of {count}.")
     if not all(sizes := routers_of_stages(sparse, p.pp)):
         raise ConfigError(f"pp={p.pp}: stages have {sizes} MoE layers, and each needs one. Use fewer stages.")
-    for key, value in p.settings.items():
-        if not any(fnmatch.fnmatchcase(key, harmless) for harmless in HARMLESS_SETTINGS):
-            raise ConfigError(
-                f"policy.settings {key}={value!r} may change numbers or disturb replay. Allowed are "
-                f"{', '.join(HARMLESS_SETTINGS)}."
-            )
 
 
 def check_routers(run: RunConfig, needs: frozenset[str]) -> None:

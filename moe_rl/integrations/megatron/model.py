@@ -72,7 +72,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 def transformer_config(
     config: PreTrainedConfig, parallel: Parallel, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
-    """Megatron-core's configuration of the model. `parallel.settings` win over what the model says."""
+    """Megatron-core's configuration of the model."""
     settings = PLAIN | _layers(config) | _experts(config) | _ranks(parallel, dtype)
     if latent(config):
         settings |= _latent_attention(config)
@@ -80,7 +80,7 @@ def transformer_config(
         settings |= RECOMPUTED
     kind: type[TransformerConfig] = MLATransformerConfig if latent(config) else TransformerConfig
     try:
-        return kind(**settings | dict(parallel.settings))
+        return kind(**settings)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron-core does not accept this model or layout: {error}") from error
 
