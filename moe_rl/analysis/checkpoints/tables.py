@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from moe_rl.analysis.checkpoints import chance
 from moe_rl.analysis.checkpoints.texts import TextBatch
 from moe_rl.analysis.checkpoints.traces import Traced
 from moe_rl.metrics import volatility
@@ -132,16 +131,8 @@ def _ratio_sums(log_ratio: Float[Tensor, " token"]) -> Pooled:
 # ---------------------------------------------------------------------- tables
 def tables(tally: Tally, noise: Tally) -> dict[str, pd.DataFrame]:
     """Each of TABLES by its name."""
-    layers, responses = _layers(tally, noise), _responses(tally)
-    summary = _summary(tally, noise, chance_levels(layers, responses))
-    return {"summary": summary, "layers": layers, "experts": _experts(tally), "responses": responses}
-
-
-def chance_levels(layers: pd.DataFrame, responses: pd.DataFrame) -> dict[str, float]:
-    """What random routes of the same responses would show, by metric."""
-    sizes = layers["experts"].to_list(), layers["k"].to_list()
-    of_responses = chance.response_levels(*sizes, responses["tokens"]) if len(responses) else {}
-    return chance.token_levels(*sizes) | of_responses
+    summary, layers = _summary(tally, noise), _layers(tally, noise)
+    return {"summary": summary, "layers": layers, "experts": _experts(tally), "responses": _responses(tally)}
 
 
 def write(frames: Frames, folder: Path) -> None:
@@ -165,18 +156,17 @@ def _responses(tally: Tally) -> pd.DataFrame:
     )
 
 
-def _summary(tally: Tally, noise: Tally, random: Mapping[str, float]) -> pd.DataFrame:
-    """A row per metric: its mean over response rows, over prompt rows, its noise floor, and what random routes would
-    show."""
+def _summary(tally: Tally, noise: Tally) -> pd.DataFrame:
+    """A row per metric: its mean over response rows, over prompt rows, and its noise floor."""
     response, prompt, floor = _means(tally, "response"), _means(tally, "prompt"), _means(noise, "response")
     rows = [(name, name, formula) for name, formula in (METRICS | RATIOS).items() if name in response]
     rows += [("tokens", "volatility_tokens", "known in every layer")]
     rows += [("unknown_rows", "volatility_unknown", "(token, layer)")]
     values = [
-        (name, *(means.get(key, math.nan) for means in (response, prompt, floor, random)), formula)
+        (name, *(means.get(key, math.nan) for means in (response, prompt, floor)), formula)
         for name, key, formula in rows
     ]
-    return pd.DataFrame(values, columns=["metric", "response", "prompt", "noise_floor", "chance", "formula"])
+    return pd.DataFrame(values, columns=["metric", "response", "prompt", "noise_floor", "formula"])
 
 
 def _means(tally: Tally, part: str) -> dict[str, float]:
