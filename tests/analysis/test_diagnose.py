@@ -23,7 +23,7 @@ from moe_rl.analysis.diagnose.scopes import (
     take_weights,
 )
 from moe_rl.errors import ConfigError
-from moe_rl.routing import RoutingTrace, layout_of, record_routing
+from moe_rl.routing import layout_of, record_routing
 from tests.benchmarks.broken_engines import (
     LISTED,
     STRANGE,
@@ -132,7 +132,7 @@ def test_combine_weights_are_forced_with_the_ids(engine):
 def test_an_honest_engine_is_not_accused(engine, family, temperature):
     honest = engine(family)
     found = answer(honest, honest.honest(temperature=temperature))
-    assert found.causes == () and not found.fault and found.fits[0].mean < 1e-9 and found.example is None
+    assert found.causes == () and not found.fault and found.fits[0].mean < 1e-9
 
 
 @pytest.mark.parametrize("pair", ["float32/float32", *HALF])
@@ -285,23 +285,13 @@ def test_the_gap_is_located_by_turn_and_expert(engine):
     assert first.name == "layer 1, expert 2" and first.value == wrong
 
 
-def test_the_response_furthest_apart_is_shown_token_by_token(engine, tmp_path):
-    """The engine's ids and log-probs, the unconstrained ones and those under replay, as traces and as a page."""
+def test_the_page_escapes_what_comes_from_outside(engine, tmp_path):
     deepseek = engine("deepseek_v3")
-    entries = [e | {"weight_version": "\x1b[31m9"} for e in broken("lost_bias", deepseek)]
-    found = answer(deepseek, entries)
-    write_page(found, tmp_path / "x.html", rollouts="<script>alert(1)</script>", checkpoint="&")
-    page = (tmp_path / "x.html").read_text()
-    assert 'href="x-response.html"' in page and "<script" not in page
-    response = found.example.response
-    traces = [
-        RoutingTrace.load(tmp_path / "x-traces" / f"{x}.safetensors") for x in ("engine", "unconstrained", "replayed")
-    ]
-    assert traces[0].tokens[0].tolist() == list(response.tokens) and response.version == "\\x1b[31m9"
-    assert traces[2].agreement(traces[0]) == 1 > traces[1].agreement(traces[0])
-    beside = RoutingTrace.load_beside(tmp_path / "x-traces" / "engine.safetensors")
-    own = beside["logprobs"][0][beside["response"][0]]
-    assert own.tolist() == pytest.approx(list(response.logprobs))
+    entries = [e | {"weight_version": "\x1b[31m9" if n else "<i>"} for n, e in enumerate(deepseek.honest())]
+    out = tmp_path / "new" / "x.html"
+    write_page(answer(deepseek, entries), out, rollouts="<script>alert(1)</script>", checkpoint="&")
+    page = out.read_text()
+    assert "<script" not in page and "<i>" not in page and "&lt;i&gt;" in page and "\\x1b[31m9" in page
 
 
 def test_the_model_is_in_the_mode_it_was_in(engine):

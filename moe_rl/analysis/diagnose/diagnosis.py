@@ -16,7 +16,7 @@ from moe_rl.analysis.diagnose.causes import list_remedies
 from moe_rl.analysis.diagnose.decide import DTYPES, Decision, Evidence, Fit, brings_nearer, compute_left, decide
 from moe_rl.analysis.diagnose.forwards import STATED, Scorer, Scores, mask_ids, measure_agreement
 from moe_rl.analysis.diagnose.hypotheses import Hypothesis, list_hypotheses
-from moe_rl.analysis.diagnose.locations import Example, Location, choose_example, describe_gap, locate_gap
+from moe_rl.analysis.diagnose.locations import Location, describe_gap, locate_gap
 from moe_rl.analysis.diagnose.responses import Rollouts, has_routes, select_ids
 from moe_rl.analysis.diagnose.routes import RIGHT, Fault, Reported, find_faults
 from moe_rl.analysis.diagnose.scopes import make_runnable, take_weights
@@ -76,8 +76,6 @@ class Diagnosis:
     """In the file."""
     tokens: int
     """Of the responses of the sample, those with a log-prob."""
-    example: Example | None = None
-    """The response furthest apart, token by token, where there is a gap and routes were reported."""
 
     @property
     def remedies(self) -> tuple[str, ...]:
@@ -196,7 +194,6 @@ class _Builder:
             len(scorer.responses),
             of,
             int(scorer.own.sum()),
-            choose_example(scorer, self.tokenizer) if gap else None,
         )
 
     # ------------------------------------------------------------------ forwards

@@ -1,27 +1,15 @@
-"""Where the gap is: by turn, position, expert, weight version and cached prefix; and the response whose log-probs are
-furthest apart, token by token."""
+"""Where the gap is: by turn, position, expert, weight version and cached prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from moe_rl.analysis.diagnose.forwards import STATED, Scorer, score
-from moe_rl.analysis.diagnose.responses import Response, count_turns, has_routes, select_ids
-from moe_rl.analysis.response_page import write_response_page
-from moe_rl.errors import RoutingError
-from moe_rl.routing.moe_layers import ROUTE
-from moe_rl.routing.trace import Layout, RoutingTrace
-from moe_rl.storage.links import replaced
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from moe_rl.analysis.diagnose.forwards import Scorer
+from moe_rl.analysis.diagnose.responses import count_turns
 
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 2**62)
 MOST = 12
@@ -100,54 +88,3 @@ def describe_gap(scorer: Scorer, noise: float, locations: Sequence[Location]) ->
             largest.append(f"{name.format(most.name)} ({most.value:.2g})")
     if largest:
         yield f"The gap is largest in {', '.join(largest)}."
-
-
-@dataclass(frozen=True, eq=False)
-class Example:
-    """One response, as several saw it."""
-
-    layout: Layout
-    response: Response
-    sides: Mapping[str, tuple[NDArray, NDArray]]
-    """Of the engine, the unconstrained and the replayed forward: ids of the inputs, [rows, MoE layer, k], and log-probs
-    of the response's tokens."""
-    tokenizer: PreTrainedTokenizerBase | None = None
-
-
-def choose_example(scorer: Scorer, tokenizer: PreTrainedTokenizerBase | None) -> Example | None:
-    """Of the responses that carry routes of the model's k, the one with the largest gap."""
-    routed = [b for b, response in enumerate(scorer.responses) if has_routes(response, scorer.layout)]
-    if not routed:
-        return None
-    b = max(routed, key=lambda b: scorer.base.kl[b])
-    response, unconstrained = scorer.responses[b], scorer.unconstrained
-    sides = {
-        "engine": (select_ids(response, scorer.layout), response.logprobs),
-        "unconstrained": (unconstrained.routes[b], unconstrained.logprobs[STATED][scorer.owner == b]),
-    }
-    try:
-        forced = score(scorer.model, [response], routes=select_ids)
-        sides["replayed"] = forced.routes[0], forced.logprobs[STATED]
-    except RoutingError:  # a note of the diagnosis names the reason
-        pass
-    return Example(scorer.layout, response, sides, tokenizer)
-
-
-def write_example(example: Example, out: Path) -> Path:
-    """Write the page beside `out`, and its traces into a folder; returns the page."""
-    folder, page = replaced(out.with_name(f"{out.stem}-traces")), replaced(out.with_name(f"{out.stem}-response.html"))
-    folder.mkdir(parents=True, exist_ok=True)
-    response, layout, files = example.response, example.layout, []
-    tokens = torch.tensor(response.tokens)[None]
-    at = torch.arange(tokens.shape[1]) >= response.prompt
-    for name, (rows, logprobs) in example.sides.items():
-        ids = torch.nn.functional.pad(torch.from_numpy(rows.astype(np.int64)), (0, 0, 0, 0, 0, 1), value=-1)[None]
-        ids[layout.kinds_of_rows(ids, ()) != ROUTE] = -1
-        wide = torch.full(tokens.shape, torch.nan)
-        wide[0, at] = torch.from_numpy(np.asarray(logprobs, dtype=np.float32))
-        version = response.version if name == "engine" else None
-        trace = RoutingTrace.from_ids(ids, layout, tokens=tokens, weight_version=version)
-        files.append(folder / f"{name}.safetensors")
-        trace.save(files[-1], {"logprobs": wide, "response": at[None]})
-    write_response_page(files, page, tokenizer=example.tokenizer)
-    return page

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moe_rl.analysis.diagnose.decide import Fit
 from moe_rl.analysis.diagnose.diagnosis import LEAD, Diagnosis
-from moe_rl.analysis.diagnose.locations import Location, write_example
+from moe_rl.analysis.diagnose.locations import Location
 from moe_rl.results.printed import print_table
 from moe_rl.results.tables import Shown
 from moe_rl.storage.folder import write_text
@@ -45,8 +45,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
 
 
 def write_page(diagnosis: Diagnosis, out: Path, *, rollouts: str, checkpoint: str) -> None:
-    """Write the same as one page with every forward and where the gap is, and beside it, where there is an example, its
-    page."""
+    """Write the same as one page, with every forward and where the gap is."""
     template = resources.files("moe_rl.analysis.diagnose").joinpath("page.html").read_text(encoding="utf-8")
     by_kind = {kind: [x for x in diagnosis.locations if x.kind == kind] for kind in KINDS}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,6 @@ def write_page(diagnosis: Diagnosis, out: Path, *, rollouts: str, checkpoint: st
         rollouts=rollouts,
         checkpoint=checkpoint,
         counts=counts(diagnosis),
-        view=diagnosis.example and write_example(diagnosis.example, out).name,
     )
     write_text(out, text)
 
