@@ -27,7 +27,7 @@ from torch.multiprocessing import start_processes
 
 from moe_rl import ranks
 from moe_rl.config import Arm, ModelConfig, Optimizer
-from moe_rl.integrations.megatron.layout import Parallel
+from moe_rl.integrations.megatron.layout import Parallel, expert_tensor
 from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
 from moe_rl.rollouts.batches import collate
@@ -113,7 +113,7 @@ def one(rank: int, name: str, family: str) -> None:
     _, pushed = during(lambda: [None for _ in policy.weights()])
 
     p, tokens, moe_layers = parallel, ROWS * (TOKENS - 1), len(policy.layout.moe_layers)
-    k, etp = config.num_experts_per_tok, p.etp or (p.tp if p.ep == 1 else 1)
+    k, etp = config.num_experts_per_tok, expert_tensor(p)
     rest = sum(numbers.values()) - experts
     held = held_parameters(experts, rest, p, etp)
     here = tokens / (p.dp * p.tp) * moe_layers / p.pp  # routed on this rank

@@ -22,7 +22,7 @@ CONFIGS = [
         model=ModelConfig(overrides={"num_experts": 32}),
         optimizer=Optimizer(lr=1e-4, betas=(0.9, 0.95)),
         engine="perturbed(dtype=bfloat16)",
-        policy="megatron(dp=2, etp=1)",
+        policy="megatron(dp=2, ep=1)",
         stop=("\n",),
         hf_checkpoints=(10, 20),
     ),

@@ -24,7 +24,6 @@ TINY = ModelConfig()
 @pytest.mark.parametrize(
     ("parallel", "world", "reason"),
     [
-        (Parallel(tp=2, etp=1), 2, "etp=1"),
         (Parallel(dp=2, ep=2), 4, "needs 2 processes, but 4 run"),
         (Parallel(dp=2, ep=4), 2, "must divide"),
         (Parallel(dp=3, ep=3), 3, "16 experts over ep=3"),

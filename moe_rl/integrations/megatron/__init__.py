@@ -44,7 +44,6 @@ def megatron(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
-    etp: int | None = None,
 ) -> MegatronPolicy:
     """The policy `megatron` on dp × tp × pp processes, one per GPU; see `layout.Parallel`. `dp`: None takes the
     processes that tp and pp leave."""
@@ -53,7 +52,7 @@ def megatron(
     return MegatronPolicy(
         start.model if start else skeleton(run.model),
         None if frozen else run.optimizer,
-        _layout(dp, tp=tp, pp=pp, ep=ep, etp=etp),
+        _layout(dp, tp=tp, pp=pp, ep=ep),
         temperature=run.temperature,
         micro_batch=run.micro_batch,
         recompute=run.activation_checkpointing and not frozen,

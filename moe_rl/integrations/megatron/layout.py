@@ -32,26 +32,19 @@ class Parallel:
     """Pipeline parallel: each stage holds consecutive layers."""
     ep: int = 1
     """Expert parallel: the experts of a layer are spread over `ep` of the dp × tp ranks."""
-    etp: int | None = None
-    """Ranks that share one expert. None: `tp` when ep = 1, else 1."""
 
 
 def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> None:
     """Raise ConfigError for a model or layout that Megatron-core gets wrong, or that is not built here."""
     _check_family(config)
     p, etp = parallel, expert_tensor(parallel)
-    if min(p.dp, p.tp, p.pp, p.ep, etp) < 1 or p.dp * p.tp * p.pp != world:
+    if min(p.dp, p.tp, p.pp, p.ep) < 1 or p.dp * p.tp * p.pp != world:
         raise ConfigError(
             f"dp={p.dp} × tp={p.tp} × pp={p.pp} needs {p.dp * p.tp * p.pp} processes, but {world} run. Start as many "
             "with torchrun --nproc-per-node, or choose another layout."
         )
-    if p.tp > 1 and p.ep == 1 and etp == 1:
-        raise ConfigError(
-            f"tp={p.tp}, ep=1, etp=1: Megatron-core 0.16.1 computes wrong gradients of experts. Use etp={p.tp} or "
-            f"ep={p.tp}."
-        )
-    if (p.dp * p.tp) % (p.ep * etp):
-        raise ConfigError(f"ep={p.ep} × etp={etp} must divide dp × tp = {p.dp * p.tp}")
+    if (p.dp * p.tp) % p.ep:
+        raise ConfigError(f"ep={p.ep} must divide dp × tp = {p.dp * p.tp}")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     sparse = sparse_layers(config)
     shared = shared_width(config)
@@ -60,7 +53,7 @@ def check_layout(parallel: Parallel, config: PreTrainedConfig, world: int) -> No
         (heads, p.tp, "key-value heads over tp"),
         (config.vocab_size, p.tp, "vocabulary entries over tp"),
         (num_experts(config), p.ep, "experts over ep"),
-        (expert_width(config), etp, "expert width over etp"),
+        (expert_width(config), etp, "expert width over tp"),
         (shared or 0, p.tp, "shared experts' width over tp"),
         (0 if all(sparse) else config.intermediate_size, p.tp, "width of dense layers over tp"),
         (config.num_hidden_layers, p.pp, "layers over pp"),
@@ -138,8 +131,9 @@ def routers_of_stages(sparse: list[bool], pp: int) -> list[int]:
 
 
 def expert_tensor(parallel: Parallel) -> int:
-    """Ranks that share one expert."""
-    return parallel.etp or (parallel.tp if parallel.ep == 1 else 1)
+    """Ranks that share one expert. Where ep = 1 and tp > 1, Megatron-core 0.16.1 computes wrong gradients of experts
+    that are not cut."""
+    return parallel.tp if parallel.ep == 1 else 1
 
 
 def num_experts(config: PreTrainedConfig) -> int:
