@@ -23,7 +23,7 @@ from rich.console import Console
 from moe_rl.analysis.checkpoints import tables
 from moe_rl.analysis.checkpoints.tables import Frames, Tally
 from moe_rl.analysis.checkpoints.texts import Texts
-from moe_rl.analysis.checkpoints.traces import ITSELF, NOISE_EVERY, Side, trace
+from moe_rl.analysis.checkpoints.traces import ITSELF, NOISE_EVERY, Traced, file_of, trace
 from moe_rl.analysis.folders import (
     check_new,
     check_same,
@@ -98,22 +98,21 @@ def measure_volatility(
         wanted = identity(comparison)
         finished = _claim(out, wanted)
         folders = {pair: _folder(out, pair, len(names)) for pair in comparison.pairs}
-        sides = [Side(out / "traces" / name) for name in _side_names(len(names))]
+        sides = [out / "traces" / name for name in _side_names(len(names))]
         frames = {pair: tables.read(folder) for pair, folder in folders.items()}
-        traced = not any(side.lacks(len(texts.sizes), noise=False) for side in sides)
-        if finished and all(frames.values()) and (traced or not keep_traces):
+        traced = [all(file_of(side, i).exists() for i in range(len(texts.sizes))) for side in sides]
+        if finished and all(frames.values()) and (all(traced) or not keep_traces):
             return {pair: tables_of_pair for pair, tables_of_pair in frames.items() if tables_of_pair}
         with progress(console) as bars:
             for j, name in enumerate(names):
                 bar = bars.add_task(Path(name).name, total=sum(texts.sizes))
-                references = {sides[i].folder.name: sides[i] for i, other in comparison.pairs if other == j}
-                noise = j < len(names) - 1
-                if sides[j].lacks(len(texts.sizes), noise):
+                references = [sides[i] for i, other in comparison.pairs if other == j]
+                if not traced[j]:
                     with no_progress_bars():
                         config = ModelConfig(name=name, device=device, dtype=comparison.dtype)
                         model = load(config, seed=0, trust_remote_code=trust_remote_code).model
-                    done = partial(bars.advance, bar)
-                    trace(model, sides[j], texts, references, ratios=comparison.ratios, noise=noise, advance=done)
+                    how: dict[str, Any] = {"ratios": comparison.ratios, "noise": j < len(names) - 1}
+                    trace(model, sides[j], texts, references, **how, advance=partial(bars.advance, bar))
                     del model  # its memory is given back before the next one is loaded
                     gc.collect()
                     torch.cuda.empty_cache()
@@ -126,8 +125,8 @@ def measure_volatility(
         runs.write_json(out / MANIFEST, wanted | {"finished": counts})
         if keep_traces:
             tokenizer.save_pretrained(out / "traces" / "tokenizer")
-        for folder in [side.again for side in sides] if keep_traces else [out / "traces"]:
-            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            shutil.rmtree(out / "traces", ignore_errors=True)
     return written
 
 
@@ -168,13 +167,13 @@ def _claim(out: Path, wanted: Mapping[str, Any]) -> bool:
     return finished
 
 
-def _compare(texts: Texts, layout: Layout, before: Side, after: Side) -> Frames:
+def _compare(texts: Texts, layout: Layout, before: Path, after: Path) -> Frames:
     noise, change = Tally(layout), Tally(layout)
     for i, batch in enumerate(texts.batches()):
-        first = before.load(i)
-        change.add(batch, i, first, after.load(i), before.folder.name)
+        first = Traced.load(file_of(before, i))
+        change.add(batch, i, first, Traced.load(file_of(after, i)), before.name)
         if i % NOISE_EVERY == 0:
-            noise.add(batch, i, first, before.load_again(i), ITSELF)
+            noise.add(batch, i, first, Traced.load(file_of(before, i), again=True), ITSELF)
     return tables.tables(change, noise)
 
 

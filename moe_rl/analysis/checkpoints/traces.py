@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,34 +16,8 @@ from moe_rl.routing import Observation, RoutingTrace, observe
 
 NOISE_EVERY = 8
 """Every how many batches one is traced again for the noise floor."""
-ITSELF = "itself"
-"""The name, in the file of a batch seen again, of the checkpoint's own routes."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """The folder of one checkpoint's traces: `000000.safetensors` per batch; `again` has those of the noise floor."""
-
-    folder: Path
-
-    @property
-    def again(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}-again")
-
-    def file(self, batch: int) -> Path:
-        return _file(self.folder, batch)
-
-    def load(self, batch: int) -> Traced:
-        return Traced.load(self.file(batch))
-
-    def load_again(self, batch: int) -> Traced:
-        return Traced.load(_file(self.again, batch))
-
-    def lacks(self, batches: int, noise: bool) -> bool:
-        """Whether a file is missing."""
-        files = [self.file(i) for i in range(batches)]
-        files += [_file(self.again, i) for i in range(0, batches, NOISE_EVERY) if noise]
-        return not all(file.exists() for file in files)
+ITSELF, AGAIN = "itself", "again_"
+"""The name, in the file of a batch seen again, of the checkpoint's own routes; what begins the names of that part."""
 
 
 @dataclass(frozen=True)
@@ -58,42 +32,51 @@ class Traced:
     beside: Mapping[str, Tensor]
 
     @staticmethod
-    def load(path: Path) -> Traced:
-        """What `trace` wrote."""
-        beside = dict(RoutingTrace.load_beside(path))
+    def load(path: Path, again: bool = False) -> Traced:
+        """What `trace` wrote of a batch, or of the same batch seen again."""
+        routes, parts = RoutingTrace.load(path), RoutingTrace.load_beside(path)
+        start = AGAIN if again else ""
+        beside = {n.removeprefix(start): x for n, x in parts.items() if n.startswith(AGAIN) == again}
         if "gates" in beside:
             beside["gates"] = beside["gates"].float()
-        return Traced(RoutingTrace.load(path), beside)
+        if again:  # what goes with a trace is 0 at padding
+            padding = ~routes.attention_mask[..., None, None]
+            routes = replace(routes, experts=beside.pop("experts").masked_fill(padding, routes.layout.unknown))
+        return Traced(routes, beside)
+
+
+def file_of(side: Path, batch: int) -> Path:
+    """The trace file of a batch in the folder of one checkpoint."""
+    return side / f"{batch:06d}.safetensors"
 
 
 def trace(
     model: Any,
-    side: Side,
+    side: Path,
     texts: Texts,
-    references: Mapping[str, Side],
+    references: Sequence[Path],
     *,
     ratios: bool,
     noise: bool,
     advance: Callable[[int], None],
 ) -> None:
-    """Write the files that a side lacks. `references` are earlier checkpoints that it will be compared with, by name;
-    with `noise` every eighth batch is also traced again in other batches."""
-    for folder in (side.folder, side.again):
-        folder.mkdir(parents=True, exist_ok=True)
+    """Write the files that the folder of a checkpoint lacks. `references` are the folders of earlier checkpoints that
+    it will be compared with; with `noise` every eighth batch is also traced again in other batches."""
+    side.mkdir(parents=True, exist_ok=True)
     for i, batch in enumerate(texts.batches()):
-        if not side.file(i).exists():
+        if not file_of(side, i).exists():
             seen = _observe(model, batch, ratios)
             beside = _read(seen, batch, ratios)
-            for name, reference in references.items():
-                routes = reference.load(i).routes.to(model.device)
+            for reference in references:
+                routes = Traced.load(file_of(reference, i)).routes.to(model.device)
                 if seen.scores is not None:
-                    beside[f"log_probs_at_{name}"] = seen.scores.log_probs_at(routes.ids())
+                    beside[f"log_probs_at_{reference.name}"] = seen.scores.log_probs_at(routes.ids())
                 if ratios:
                     replayed = _observe(model, batch, ratios, routes)
-                    beside[f"replayed_logprobs_{name}"] = replayed.logprobs(batch.tokens, batch.response_mask)
-            _save(side.file(i), seen.routes, beside | {"response": batch.response_mask})
-        if noise and i % NOISE_EVERY == 0 and not (file := _file(side.again, i)).exists():
-            _save(file, *_observe_again(model, batch, ratios, side.load(i).routes))
+                    beside[f"replayed_logprobs_{reference.name}"] = replayed.logprobs(batch.tokens, batch.response_mask)
+            if noise and i % NOISE_EVERY == 0:
+                beside |= {AGAIN + n: x for n, x in _observe_again(model, batch, ratios, seen.routes).items()}
+            _save(file_of(side, i), seen.routes, beside | {"response": batch.response_mask})
         advance(texts.sizes[i])
 
 
@@ -113,10 +96,9 @@ def _read(seen: Observation, batch: TextBatch, ratios: bool) -> dict[str, Tensor
     return beside
 
 
-def _observe_again(
-    model: Any, batch: TextBatch, ratios: bool, reference: RoutingTrace
-) -> tuple[RoutingTrace, dict[str, Tensor]]:
-    """The same in other batches: rows in reverse, in two forwards of unequal size, with three padded columns."""
+def _observe_again(model: Any, batch: TextBatch, ratios: bool, reference: RoutingTrace) -> dict[str, Tensor]:
+    """Routes, as `experts`, and what goes with them in other batches: rows in reverse, in two forwards of unequal size,
+    with three padded columns."""
     order, time = torch.arange(len(batch.lines) - 1, -1, -1), batch.tokens.shape[1]
     joined: dict[str, Tensor] = {}
     for index in filter(len, order.tensor_split([-(-len(order) // 3)])):
@@ -131,7 +113,7 @@ def _observe_again(
             beside[f"log_probs_at_{ITSELF}"] = seen.scores.log_probs_at(ids)
         for name, x in beside.items():
             joined.setdefault(name, x.new_empty((len(order), time, *x.shape[2:])))[index] = x[:, :time]
-    return replace(reference, experts=joined.pop("experts").cpu()), joined
+    return joined
 
 
 def _save(path: Path, routes: RoutingTrace, beside: Mapping[str, Tensor]) -> None:
@@ -139,7 +121,3 @@ def _save(path: Path, routes: RoutingTrace, beside: Mapping[str, Tensor]) -> Non
     aside = path.with_name(f".tmp-{path.name}")
     routes.to("cpu").save(aside, {name: x.cpu() for name, x in beside.items()})
     os.replace(aside, path)
-
-
-def _file(folder: Path, batch: int) -> Path:
-    return folder / f"{batch:06d}.safetensors"
