@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from moe_rl.analysis.checkpoints.texts import TextBatch
@@ -43,13 +43,12 @@ RATIOS = {
     "token_kl_k3_replayed": "routes replayed",
 }
 """Statistics of r = π(after) / π(before) over all response tokens."""
-TABLES = ("summary", "layers", "experts", "responses")
+TABLES = ("summary", "layers", "responses")
 """What a finished comparison has, each in a file of its own."""
 Frames = Mapping[str, pd.DataFrame]
 MARGINS = 2**16
 """Tokens, the first ones, of whose margins there are quantiles: these cannot be pooled."""
 PARTS = ("response", "prompt")
-USE = ("before", "after", "left", "entered")
 RESPONSE = ("line", "batch", "row", "tokens", "expert_change_rate", "any_layer_change", "layers_changed")
 """Columns of the table of responses: where it is, and means over its known rows."""
 
@@ -61,10 +60,8 @@ class Tally:
     def __init__(self, layout: Layout):
         self.layout = layout
         self.experts = max(moe_layer.num_experts for moe_layer in layout.moe_layers)
-        moe_layers = len(layout.moe_layers)
-        use = {name: torch.zeros(moe_layers, self.experts, dtype=torch.float64) for name in USE}
-        self.sums = {"use": Pooled(use)}
-        self.margins = {name: torch.empty(0, moe_layers) for name in ("before", "after")}
+        self.sums: dict[str, Pooled] = {}
+        self.margins = {name: torch.empty(0, len(layout.moe_layers)) for name in ("before", "after")}
         self.responses: list[Float[Tensor, "responses columns"]] = []
 
     def add(self, batch: TextBatch, index: int, before: Traced, after: Traced, name: str) -> None:
@@ -82,8 +79,10 @@ class Tally:
         rows = batch.response_rows
         self._add("responses", volatility.response_change(*experts, rows, self.experts))
         known = rows & (old[..., 0] >= 0).all(-1) & (new[..., 0] >= 0).all(-1)
-        self._add_use(batch, index, old, new, known)
-        for when, side in (("before", first), ("after", then)):
+        self._add_responses(batch, index, old, new, known)
+        sizes = [moe_layer.num_experts for moe_layer in self.layout.moe_layers]
+        for when, side, ids in (("before", first, experts[0]), ("after", then, experts[1])):
+            self._add(f"load.{when}", volatility.load_statistics(ids, sizes, known))
             if "margins" in side and len(self.margins[when]) < MARGINS:
                 self.margins[when] = torch.cat([self.margins[when], side["margins"][known]])
         for group, scored in (("ratios", "logprobs"), ("ratios_replayed", f"replayed_logprobs_{name}")):
@@ -93,15 +92,13 @@ class Tally:
     def _add(self, group: str, sums: Pooled) -> None:
         self.sums[group] = self.sums.get(group, Pooled()) + sums
 
-    def _add_use(
+    def _add_responses(
         self, batch: TextBatch, index: int, old: volatility.Ids, new: volatility.Ids, known: Bool[Tensor, "batch time"]
     ) -> None:
-        """Slots of experts, and a row per response."""
+        """A row per response."""
         used, used_after = old >= 0, new >= 0
         same = (old[..., :, None] == new[..., None, :]) & used[..., :, None]
         left, entered = used & ~same.any(-1), used_after & ~same.any(-2)
-        counted = zip(USE, (old, new, old, new), (used, used_after, left, entered), strict=True)
-        self._add("use", Pooled({name: self._count(ids[known], hit[known]) for name, ids, hit in counted}))
         slot = (left.sum(-1) / used.sum(-1).clamp(min=1)).double().mean(-1)  # batch, time
         layers = (left.any(-1) | entered.any(-1)).sum(-1)
         n = known.sum(1)
@@ -109,13 +106,6 @@ class Tally:
         place = [torch.tensor(batch.lines), torch.full_like(n, index), torch.arange(len(n)), n]
         rows = torch.stack([x.double() for x in (*place, *means)], 1)
         self.responses.append(rows[n > 0])  # of a response that was cut off whole nothing is known
-
-    def _count(
-        self, ids: Int64[Tensor, "tokens moe_layer k"], hit: Bool[Tensor, "tokens moe_layer k"]
-    ) -> Float[Tensor, "moe_layer experts"]:
-        index = ids.clamp(min=0).transpose(0, 1).flatten(1)
-        counts = torch.zeros(ids.shape[1], self.experts, dtype=torch.float64)
-        return counts.scatter_add_(1, index, hit.transpose(0, 1).flatten(1).double())
 
 
 def _ratio_sums(log_ratio: Float[Tensor, " token"]) -> Pooled:
@@ -132,7 +122,7 @@ def _ratio_sums(log_ratio: Float[Tensor, " token"]) -> Pooled:
 def tables(tally: Tally, noise: Tally) -> dict[str, pd.DataFrame]:
     """Each of TABLES by its name."""
     summary, layers = _summary(tally, noise), _layers(tally, noise)
-    return {"summary": summary, "layers": layers, "experts": _experts(tally), "responses": _responses(tally)}
+    return {"summary": summary, "layers": layers, "responses": _responses(tally)}
 
 
 def write(frames: Frames, folder: Path) -> None:
@@ -199,7 +189,9 @@ def _layers(tally: Tally, noise: Tally) -> pd.DataFrame:
         _moe_layer_metrics(noise, "response")[list(changes)].add_prefix("noise_"),
     ]
     for when in ("before", "after"):
-        load = [load_row(x[: s.num_experts]) for x, s in zip(tally.sums["use"][when], moe_layers, strict=True)]
+        load = [
+            load_row(x[: s.num_experts]) for x, s in zip(tally.sums[f"load.{when}"]["load"], moe_layers, strict=True)
+        ]
         margins = tally.margins[when][None]
         rows = volatility.margin_summary(margins, torch.ones(margins.shape[:2], dtype=torch.bool))
         parts += [pd.DataFrame(x).add_suffix(f"_{when}") for x in (load, rows)]
@@ -211,13 +203,3 @@ def _moe_layer_metrics(tally: Tally, part: str) -> pd.DataFrame:
     return pd.concat(
         [pd.DataFrame(tally.sums[group].moe_layer_rows()) for group in groups if group in tally.sums], axis=1
     )
-
-
-def _experts(tally: Tally) -> pd.DataFrame:
-    """Per MoE layer and expert: slots filled before and after, and how often it left or entered a token's set."""
-    frames = []
-    for s, moe_layer in enumerate(tally.layout.moe_layers):
-        columns = {name: x[s, : moe_layer.num_experts].numpy().astype(int) for name, x in tally.sums["use"].items()}
-        keys = {"moe_layer": s, "layer": moe_layer.decoder_layer, "expert": range(moe_layer.num_experts)}
-        frames.append(pd.DataFrame(keys | columns))
-    return pd.concat(frames, ignore_index=True)
