@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,14 +100,8 @@ class Texts:
         yield from self._cut(window)
 
     def _cut(self, window: list[Text]) -> Iterator[TextBatch]:
-        rows: list[Text] = []
-        for text in sorted(window, key=lambda t: (len(t.tokens), t.line)):
-            if rows and (len(rows) + 1) * len(text.tokens) > self.batch_tokens:
-                yield _collate(rows)
-                rows = []
-            rows.append(text)
-        if rows:
-            yield _collate(rows)
+        window.sort(key=lambda text: (len(text.tokens), text.line))
+        return map(_collate, cut_batches(window, self.batch_tokens))
 
     def _encode(self, line: RolloutLine, n: int, where: str) -> Text:
         tokens, start = encode_line(line, where, self.tokenizer)
@@ -117,6 +111,21 @@ class Texts:
         if start >= len(tokens):
             raise ConfigError(f"{where}: no token of the response has another one before it. Remove the line.")
         return Text(n, tuple(tokens[: self.max_tokens]), start, len(tokens) > self.max_tokens)
+
+
+def cut_batches(texts: Iterable[Any], most: int) -> Iterator[list[Any]]:
+    """Objects with `tokens`, in their order, cut so that a forward holds at most so many tokens, padding included; one
+    of them is never cut."""
+    rows: list[Any] = []
+    longest = 0
+    for text in texts:
+        longest = max(longest, len(text.tokens))
+        if rows and (len(rows) + 1) * longest > most:
+            yield rows
+            rows, longest = [], len(text.tokens)
+        rows.append(text)
+    if rows:
+        yield rows
 
 
 def encode_line(line: RolloutLine, where: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[int], int]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from moe_rl.analysis.checkpoints.texts import cut_batches
 from moe_rl.analysis.diagnose.decide import Fit
 from moe_rl.analysis.diagnose.hypotheses import Hypothesis
 from moe_rl.analysis.diagnose.responses import Response, hash_sets, match_layers, select_ids
@@ -176,21 +177,6 @@ class Scores:
     """Their combine weights, where asked for and known."""
 
 
-def cut_batches(responses: Sequence[Response], batch_tokens: int, vocabulary: int) -> Iterator[list[Response]]:
-    """The responses in their order, cut so that a forward holds at most `batch_tokens` tokens, padding included, and
-    no more logits than memory is likely to have; one response is never cut."""
-    rows: list[Response] = []
-    most, longest = min(batch_tokens, LOGITS // vocabulary), 0
-    for response in responses:
-        longest = max(longest, len(response.tokens))
-        if rows and (len(rows) + 1) * longest > most:
-            yield rows
-            rows, longest = [], len(response.tokens)
-        rows.append(response)
-    if rows:
-        yield rows
-
-
 @torch.no_grad()
 def score(
     model: nn.Module,
@@ -213,7 +199,7 @@ def score(
     vocabulary, device = config.get_text_config().vocab_size, next(model.parameters()).device
     logprobs: dict[str, list[NDArray]] = {name: [] for name in readings}
     used, weights = list[NDArray](), list[NDArray]()
-    for part in cut_batches(responses, batch_tokens, vocabulary):
+    for part in cut_batches(responses, min(batch_tokens, LOGITS // vocabulary)):
         tokens = pad_sequence([torch.tensor(r.tokens) for r in part], batch_first=True)
         tokens = nn.functional.pad(tokens, (0, extra)).to(device)
         at = torch.arange(tokens.shape[1], device=device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from moe_rl.registry import Component
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.engine import RolloutEngine, Sampler
 from moe_rl.routing.moe_layers import router_parameters
-from moe_rl.types import Prompt, Reply, Rollout, Rollouts, Sampling, Scored
+from moe_rl.types import Prompt, Rollout, Rollouts, Sampling, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -161,19 +161,10 @@ class CheckedEngine:
         self.reports_routes = engine is None or engine.reports_routes
         self.loads = 0
 
-    def generate(
-        self,
-        prompts: list[Prompt],
-        group_size: int,
-        *,
-        key: tuple[int, ...],
-        sampling: Sampling,
-        reply: Reply | None = None,
-    ) -> list[Rollout]:
+    def generate(self, prompts: list[Prompt], group_size: int, **request: Any) -> list[Rollout]:
         """See `RolloutEngine.generate`."""
         assert self.engine is not None, "rank 0 has an engine, and draws for all"
-        conversation = {} if reply is None else {"reply": reply}
-        return self.engine.generate(prompts, group_size, key=key, sampling=sampling, **conversation)
+        return self.engine.generate(prompts, group_size, **request)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> float:
         """Push the policy's weights, and check the engine's count of pushes, and log-probs and routes of a few
