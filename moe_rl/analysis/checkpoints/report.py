@@ -44,11 +44,11 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
         say(console, (f"{cut} texts were cut", "yellow"), limit, lost if counts["lost_lines"] else "", wrap=True)
     note = (
         f"Noise floor: BEFORE against itself on {counts['noise_batches']} of {counts['batches']} batches, in other "
-        "batches and padding. Response, prompt: rows that decide a token of either."
+        "batches and padding. Response: rows that decide a token of it."
     )
-    columns = ["response", "prompt", "noise_floor"]
+    columns = ["response", "noise_floor"]
     rows = [(row["metric"], *(_number(row[c]) for c in columns)) for row in frames["summary"].to_dict("records")]
-    header = ("metric", "response", "prompt", "noise floor")
+    header = ("metric", "response", "noise floor")
     print_table(console, Shown("How far routing moved", header, rows, note))
     say(console, f"figure {' '.join(map(str, plots.save(by_layer(frames), out, 'by_layer')))}")
     say(console, f"tables {out}/*.parquet")

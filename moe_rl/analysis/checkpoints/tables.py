@@ -1,7 +1,7 @@
 """A comparison of two traced checkpoints as sums over batches, and as tables, for which these are divided.
 
 Every number of a table is a ratio of pooled sums; column `noise_x` is `x` of the noise floor. Rows that decide a
-response count, unless a column starts with `prompt_`. S, S′ are the expert sets before and after.
+response count. S, S′ are the expert sets before and after.
 """
 
 from __future__ import annotations
@@ -48,18 +48,16 @@ TABLES = ("summary", "layers", "responses")
 Frames = Mapping[str, pd.DataFrame]
 MARGINS = 2**16
 """Tokens, the first ones, of whose margins there are quantiles: these cannot be pooled."""
-PARTS = ("response", "prompt")
 RESPONSE = ("line", "batch", "row", "tokens", "expert_change_rate", "any_layer_change", "layers_changed")
 """Columns of the table of responses: where it is, and means over its known rows."""
 
 
 class Tally:
-    """What changed from one routing of the same tokens to another: sums by group, to which each batch adds. All but
-    `change.prompt` and `shift.prompt` count the rows that decide a response."""
+    """What changed from one routing of the same tokens to another: sums by group, to which each batch adds its
+    rows that decide a response."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self.experts = max(moe_layer.num_experts for moe_layer in layout.moe_layers)
         self.sums: dict[str, Pooled] = {}
         self.margins = {name: torch.empty(0, len(layout.moe_layers)) for name in ("before", "after")}
         self.responses: list[Float[Tensor, "responses columns"]] = []
@@ -69,15 +67,10 @@ class Tally:
         under this name."""
         experts, first, then = (before.routes.experts, after.routes.experts), before.beside, after.beside
         old, new = before.routes.ids(), after.routes.ids()
-        for part, mask in zip(PARTS, (batch.response_rows, batch.prompt_rows), strict=True):
-            self._add(f"change.{part}", volatility.route_change(*experts, mask, first.get("gates")))
-            if "log_probs" in first and f"log_probs_at_{name}" in then:
-                first_log_probs, other = (
-                    x.masked_fill(old < 0, torch.nan) for x in (first["log_probs"], then[f"log_probs_at_{name}"])
-                )
-                self._add(f"shift.{part}", volatility.router_shift(first_log_probs, other, mask))
         rows = batch.response_rows
-        self._add("responses", volatility.response_change(*experts, rows, self.experts))
+        at_old = then.get(f"log_probs_at_{name}")
+        both = (first["log_probs"], at_old) if "log_probs" in first and at_old is not None else None
+        self._add("change", volatility.changes(*experts, rows, self.layout, first.get("gates"), both))
         known = rows & (old[..., 0] >= 0).all(-1) & (new[..., 0] >= 0).all(-1)
         self._add_responses(batch, index, old, new, known)
         sizes = [moe_layer.num_experts for moe_layer in self.layout.moe_layers]
@@ -147,28 +140,23 @@ def _responses(tally: Tally) -> pd.DataFrame:
 
 
 def _summary(tally: Tally, noise: Tally) -> pd.DataFrame:
-    """A row per metric: its mean over response rows, over prompt rows, and its noise floor."""
-    response, prompt, floor = _means(tally, "response"), _means(tally, "prompt"), _means(noise, "response")
+    """A row per metric: its mean over response rows, and its noise floor."""
+    response, floor = _means(tally), _means(noise)
     rows = [(name, name, formula) for name, formula in (METRICS | RATIOS).items() if name in response]
     rows += [("tokens", "volatility_tokens", "known in every layer")]
     rows += [("unknown_rows", "volatility_unknown", "(token, layer)")]
     values = [
-        (name, *(means.get(key, math.nan) for means in (response, prompt, floor)), formula)
-        for name, key, formula in rows
+        (name, *(means.get(key, math.nan) for means in (response, floor)), formula) for name, key, formula in rows
     ]
-    return pd.DataFrame(values, columns=["metric", "response", "prompt", "noise_floor", "formula"])
+    return pd.DataFrame(values, columns=["metric", "response", "noise_floor", "formula"])
 
 
-def _means(tally: Tally, part: str) -> dict[str, float]:
-    means = tally.sums[f"change.{part}"].row()
-    if f"shift.{part}" in tally.sums:
-        means |= tally.sums[f"shift.{part}"].row()
-    if part == "response":
-        means |= tally.sums["responses"].row()
-        for suffix in ("", "_replayed"):
-            if sums := tally.sums.get(f"ratios{suffix}"):
-                means[f"token_ess{suffix}"] = float((2 * sums["sum_log_r"] - sums["sum_log_r2"]).exp() / sums["n"])
-                means[f"token_kl_k3{suffix}"] = float(sums["kl"] / sums["n"])
+def _means(tally: Tally) -> dict[str, float]:
+    means = tally.sums["change"].row()
+    for suffix in ("", "_replayed"):
+        if sums := tally.sums.get(f"ratios{suffix}"):
+            means[f"token_ess{suffix}"] = float((2 * sums["sum_log_r"] - sums["sum_log_r2"]).exp() / sums["n"])
+            means[f"token_kl_k3{suffix}"] = float(sums["kl"] / sums["n"])
     return means
 
 
@@ -181,13 +169,8 @@ def _layers(tally: Tally, noise: Tally) -> pd.DataFrame:
             for i, s in enumerate(moe_layers)
         ]
     )
-    changes = _moe_layer_metrics(tally, "response")
-    parts = [
-        keys,
-        changes,
-        _moe_layer_metrics(tally, "prompt").add_prefix("prompt_"),
-        _moe_layer_metrics(noise, "response")[list(changes)].add_prefix("noise_"),
-    ]
+    changes, floor = (pd.DataFrame(x.sums["change"].moe_layer_rows()) for x in (tally, noise))
+    parts = [keys, changes, floor[list(changes)].add_prefix("noise_")]
     for when in ("before", "after"):
         load = [
             load_row(x[: s.num_experts]) for x, s in zip(tally.sums[f"load.{when}"]["load"], moe_layers, strict=True)
@@ -196,10 +179,3 @@ def _layers(tally: Tally, noise: Tally) -> pd.DataFrame:
         rows = volatility.margin_summary(margins, torch.ones(margins.shape[:2], dtype=torch.bool))
         parts += [pd.DataFrame(x).add_suffix(f"_{when}") for x in (load, rows)]
     return pd.concat(parts, axis=1)
-
-
-def _moe_layer_metrics(tally: Tally, part: str) -> pd.DataFrame:
-    groups = [f"change.{part}", f"shift.{part}", *(["responses"] if part == "response" else [])]
-    return pd.concat(
-        [pd.DataFrame(tally.sums[group].moe_layer_rows()) for group in groups if group in tally.sums], axis=1
-    )

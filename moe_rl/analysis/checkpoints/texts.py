@@ -57,11 +57,6 @@ class TextBatch:
         """Inputs whose *next* token belongs to the response: the rows that decide it."""
         return nn.functional.pad(self.response_mask[:, 1:], (0, 1))
 
-    @property
-    def prompt_rows(self) -> Bool[Tensor, "batch time"]:
-        """Inputs whose next token belongs to the prompt."""
-        return nn.functional.pad(self.attention_mask[:, 1:], (0, 1)) & ~self.response_rows
-
 
 class Texts:
     """The lines of a file of rollouts (`tasks.rollout_lines`): token ids, prompt and response, chat messages, or text.
