@@ -31,7 +31,6 @@ class Cause:
 CAUSES = {
     # numbers
     "dtype": Cause("the engine computes in {}", ONE_DTYPE, False),
-    "experts": Cause("the engine sums experts as transformers' {} does", "Nothing.", False),
     "rounding": Cause("the gap is rounding", "Nothing; --engine-dtype makes the test sharper.", False),
     "int8": Cause("the engine's matrices are quantised to int8", WEIGHTS),
     "fp8": Cause("the engine's matrices are quantised to fp8", WEIGHTS),

@@ -1,6 +1,6 @@
 """What may be different in the engine, each as something that the trainer's model can be made to do for one forward.
 
-A hypothesis changes the model inside a scope (routers, weights, kernels), the tokens that it reads, or their positions.
+A hypothesis changes the model inside a scope (routers, weights), the tokens that it reads, or their positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from moe_rl.analysis.diagnose.scopes import (
     select_matrices,
     select_routers,
     select_shared_experts,
-    switch_experts,
     take_weights,
 )
 from moe_rl.policies.hf import BIAS
@@ -72,7 +71,7 @@ def list_hypotheses(
         *_round_routers(model),
         *_change_gates(model),
         *_count_experts(model),
-        *_change_kernels(model),
+        *_change_matrices(model),
         *_push_weights(model, also),
         *_change_prompts(responses, tokenizer),
         *_move_positions(responses),
@@ -141,11 +140,7 @@ def _use(count: int, spec: RoutingModule) -> None:
     selector.top_k = count
 
 
-def _change_kernels(model: nn.Module) -> Iterator[Hypothesis]:
-    current = getattr(model.config, "_experts_implementation", None)
-    for name in ("eager", "grouped_mm"):
-        if current not in (None, name) and hasattr(model, "set_experts_implementation"):
-            yield Hypothesis("experts", f"experts by {name}", switch_experts(name), name)
+def _change_matrices(model: nn.Module) -> Iterator[Hypothesis]:
     yield Hypothesis("int8", "all matrices in int8, but routers", change_weights(select_matrices, to_int8_and_back))
     yield Hypothesis("fp8", "all matrices in fp8, but routers", change_weights(select_matrices, to_fp8_and_back))
     if select_shared_experts(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -132,30 +132,18 @@ def cast_to(dtype: torch.dtype) -> Scope:
     return scope
 
 
-def switch_experts(name: str) -> Scope:
-    """Another of transformers' implementations of the experts. Raises ConfigError for a model that has no such one."""
-
-    @contextmanager
-    def scope(model: Any) -> Iterator[nn.Module]:
-        own = model.config._experts_implementation
-        if name == "grouped_mm" and not _groups(model):
-            raise ConfigError("grouped_mm cannot compute these experts: their rows are not a multiple of 16 bytes")
-        try:
-            model.set_experts_implementation(name)
-        except (AttributeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{name} cannot compute these experts: {error}") from error
-        try:
-            yield model
-        finally:
-            model.set_experts_implementation(own)
-
-    return scope
-
-
-def make_runnable(model: Any) -> AbstractContextManager[Any]:
+@contextmanager
+def make_runnable(model: Any) -> Iterator[Any]:
     """The model, with its experts one by one where they are too narrow for grouped products in its dtype."""
-    by = getattr(model.config, "_experts_implementation", None)
-    return nullcontext() if by not in ("grouped_mm", NAME) or _groups(model) else switch_experts("eager")(model)
+    own = getattr(model.config, "_experts_implementation", None)
+    narrow = own in ("grouped_mm", NAME) and not _groups(model)
+    if narrow:
+        model.set_experts_implementation("eager")
+    try:
+        yield model
+    finally:
+        if narrow:
+            model.set_experts_implementation(own)
 
 
 def _groups(model: nn.Module) -> bool:
