@@ -5,64 +5,7 @@ else is said. Each function returns (loss, gradient with respect to logprobs, cl
 upper / lower bound took a token's gradient. On the bound the gradient is kept.
 """
 
-import math
-
 import numpy as np
-
-
-def grpo(logprobs, old, advantages, mask, low, high):
-    """Eq. 2 and 3. d/dlogp of w·A is w·A, and 0 where the clipped branch is the smaller one."""
-    loss, gradient, clipped_by = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
-    rows = [i for i in range(len(mask)) if any(mask[i])]
-    for i in rows:
-        tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
-        for t in tokens:
-            a = advantages[i] if advantages.ndim == 1 else advantages[i, t]
-            w = math.exp(logprobs[i, t] - old[i, t])
-            clipped = min(max(w, 1 - low), 1 + high)
-            loss -= min(w * a, clipped * a) / (len(rows) * len(tokens))
-            if clipped * a < w * a:
-                clipped_by[i, t] = 1 if w > 1 + high else -1
-            else:
-                gradient[i, t] = -w * a / (len(rows) * len(tokens))
-    return loss, gradient, clipped_by
-
-
-def gspo(logprobs, old, advantages, mask, low, high):
-    """Eq. 6, 8 and 10: d/dlogp_t of s·A is s·A / |y|."""
-    loss, gradient, clipped_by = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
-    rows = [i for i in range(len(mask)) if any(mask[i])]
-    for i in rows:
-        tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
-        s = math.exp(sum(logprobs[i, t] - old[i, t] for t in tokens) / len(tokens))
-        clipped = min(max(s, 1 - low), 1 + high)
-        loss -= min(s * advantages[i], clipped * advantages[i]) / len(rows)
-        for t in tokens:
-            if clipped * advantages[i] < s * advantages[i]:
-                clipped_by[i, t] = 1 if s > 1 + high else -1
-            else:
-                gradient[i, t] = -s * advantages[i] / len(tokens) / len(rows)
-    return loss, gradient, clipped_by
-
-
-def gspo_token(logprobs, old, advantages, mask, low, high, stopped=None):
-    """Eq. 14, 15 and 17. `stopped` are the log-probs inside the stop-gradients, for differences of the value."""
-    stopped = logprobs if stopped is None else stopped
-    loss, gradient, clipped_by = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
-    rows = [i for i in range(len(mask)) if any(mask[i])]
-    for i in rows:
-        tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
-        s = math.exp(sum(stopped[i, t] - old[i, t] for t in tokens) / len(tokens))
-        for t in tokens:
-            a = advantages[i] if advantages.ndim == 1 else advantages[i, t]
-            ratio = s * math.exp(logprobs[i, t] - stopped[i, t])
-            clipped = min(max(ratio, 1 - low), 1 + high)
-            loss -= min(ratio * a, clipped * a) / (len(rows) * len(tokens))
-            if clipped * a < ratio * a:
-                clipped_by[i, t] = 1 if ratio > 1 + high else -1
-            else:
-                gradient[i, t] = -ratio * a / (len(rows) * len(tokens))
-    return loss, gradient, clipped_by
 
 
 def reach(level, t, tokens):
@@ -97,28 +40,6 @@ def trust_region(logprobs, old, advantages, mask, level, rule):
             own = level == "sequence_token" or getattr(rule, "local", False)
             for u, factor in {t: 1.0}.items() if own else parts.items():
                 gradient[i, u] -= slope * factor / (len(rows) * len(tokens))
-    return loss, gradient, clipped_by
-
-
-def gmpo(logprobs, old, advantages, mask, low, high):
-    """GMPO, arXiv 2507.20673: exp of the mean of log-ratios that were clipped one by one."""
-    loss, gradient, clipped_by = 0.0, np.zeros(logprobs.shape), np.zeros(logprobs.shape, dtype=int)
-    rows = [i for i in range(len(mask)) if any(mask[i])]
-    for i in rows:
-        tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
-        total = 0.0
-        for t in tokens:
-            own = logprobs[i, t] - old[i, t]
-            if advantages[i] > 0 and own > high:
-                own, clipped_by[i, t] = high, 1
-            if advantages[i] < 0 and own < -low:
-                own, clipped_by[i, t] = -low, -1
-            total += own
-        rho = math.exp(total / len(tokens))
-        loss -= rho * advantages[i] / len(rows)
-        for t in tokens:
-            if not clipped_by[i, t]:
-                gradient[i, t] = -rho * advantages[i] / len(tokens) / len(rows)
     return loss, gradient, clipped_by
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of, policy_loss
-from moe_rl.objectives.weights import AGGREGATIONS, seq_mean_token_mean
+from moe_rl.objectives.weights import AGGREGATIONS
 from moe_rl.registry import Component
 from tests.conftest import build
 from tests.objectives import peers
@@ -54,27 +53,6 @@ def test_weights_are_those_of_the_equation(name, rows, mask):
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_a_mini_batch_without_a_response_token_weighs_nothing(name):
     assert not AGGREGATIONS[name](torch.zeros(3, 4, dtype=torch.bool), **HORIZON.get(name, {})).any()
-
-
-def test_at_equal_lengths_three_of_them_are_one():
-    mask = torch.tensor([[False, True, True, True]] * 5)
-    for name, options in {"token_mean": {}, "seq_mean_token_sum_norm": {"horizon": 3}}.items():
-        torch.testing.assert_close(AGGREGATIONS[name](mask, **options), seq_mean_token_mean(mask), rtol=1e-15, atol=0)
-
-
-@pytest.mark.parametrize(
-    "part, message",
-    [
-        (Component("seq_mean_token_mean", rows="some"), "rows='some'"),
-        ("seq_mean_token_sum_norm", "needs horizon"),
-        (Component("seq_mean_token_sum_norm", horizon=0), "horizon=0"),
-        (Component("seq_mean_token_sum_norm", horizon=float("inf")), "horizon=inf"),
-        (Component("token_mean", rows="all"), "no option"),
-    ],
-)
-def test_an_aggregation_that_means_nothing_is_refused(part, message):
-    with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", aggregate=part))
 
 
 PEERS = {
@@ -120,21 +98,6 @@ def test_the_clipped_loss_is_the_peers(key, name):
         pytest.skip("its log-ratios are clamped")
     within = 1e-8 if key == "openrlhf/ppo_clip.sequence" else 1e-12
     assert_equal(of(name, Arm(name="a", loss=PPO, aggregate=PEERS[key])), peers.expected(name, key), within)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_trl_depends_on_the_cut_and_we_do_not(loss_type):
-    """Cut 3 + 5 it averages the halves' own means in all loss types but dapo; ours are the whole's, cut or not."""
-    for name in ("main-wide-0", "holes-wide-0"):
-        whole, cut = (peers.expected(name, key)[0] for key in (f"trl/{loss_type}", f"trl/micro_batches.{loss_type}"))
-        arm = Arm(name="a", loss=PPO, aggregate=PEERS[f"trl/{loss_type}"])
-        x = peers.loss_inputs(name)
-        weights = objective_of(arm).aggregate(x.mask)
-        parts = [
-            objective_of(arm).of(rows(replace(x, weights=weights), r)).loss.item() for r in (slice(3), slice(3, 8))
-        ]
-        assert sum(parts) == pytest.approx(whole, rel=1e-12)
-        assert (cut == pytest.approx(whole, rel=1e-9)) == (loss_type == "dapo")
 
 
 def rows(x, index):

@@ -91,18 +91,10 @@ def test_discounted_returns_of_rewards_per_turn():
     torch.testing.assert_close(of(Component("returns", gamma=0.5))[3], torch.tensor([0, 0.25, 0.5, 0, 1.0, 0]))
 
 
-def test_rewards_of_rows_go_to_every_turn():
-    """GRPO's advantage is one number per row, whatever its turns earned."""
-    found = of("group")
-    assert torch.equal(found[0], torch.where(TURN[0] > 0, found[0, 1], 0)) and found[1, 1] == 1
-
-
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
         ((Component("clipped", at=1), "by_turn"), "Put by_turn first"),
-        ((Component("by_turn", gamma=2),), "gamma=2"),
-        ((Component("by_turn", among="turns"),), "among='turns'"),
         (("turn_rewards",), "cannot come before"),
         (("turn_rewards", "group"), "cannot come before"),
         (("by_turn", "returns"), "cannot come before"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,14 +14,12 @@ import torch
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import AdvantageInputs, LossInputs, LossOutput, advantage_of, objective_of, policy_loss
-from moe_rl.objectives.advantages import group
 from moe_rl.objectives.compose import Objective
-from moe_rl.objectives.losses import LOSSES, grpo, gspo
+from moe_rl.objectives.losses import LOSSES, grpo
+from moe_rl.objectives.methods import arm
 from moe_rl.objectives.weights import seq_mean_token_mean
 from moe_rl.registry import Component, needs
-from tests import oracle
 from tests.objectives.examples import TIGHT, case, inputs, ranged, rewarded
-from tests.policies.test_hf import make_batch
 
 MINE = f"{__name__}:my_loss"
 
@@ -43,68 +41,6 @@ def my_advantage(x: AdvantageInputs, *, shift: float = 0.0) -> torch.Tensor:
     return x.values - shift
 
 
-def test_an_arm_names_its_objective():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kl = objective_of(Arm(name="a", loss="gspo", terms=(Component("kl", coef=0.1),)))
-        assert kl.loss is gspo and kl.terms["kl"].keywords == {"coef": 0.1} and set(kl.terms) == {"kl"}
-        plain = objective_of(Arm(name="a"))
-        assert plain.loss is grpo and plain.aggregate is seq_mean_token_mean
-        assert plain.corrections == () and plain.terms == {}
-        narrow = objective_of(Arm(name="a", loss=Component("grpo", clip_low=0.1, clip_high=0.2)))
-        assert narrow.loss.func is grpo and narrow.loss.keywords == {"clip_low": 0.1, "clip_high": 0.2}
-        own = objective_of(Arm(name="a", loss=Component(MINE, clip_low=0.1, clip_high=0.2)))
-    assert own.loss.func.__name__ == "my_loss" and own.loss.keywords == {"clip_low": 0.1, "clip_high": 0.2}
-    assert advantage_of(Arm(name="a")).steps == (("group", group),)
-
-
-@pytest.mark.parametrize("name, low, high", [("grpo", 0.2, 0.27), ("gspo", 3e-4, 4e-4), ("gspo_token", 3e-4, 4e-4)])
-def test_the_range_of_a_loss_is_the_papers_unless_the_arm_has_one(name, low, high):
-    parameters = inspect.signature(LOSSES[name]).parameters
-    assert (parameters["clip_low"].default, parameters["clip_high"].default) == (low, high)
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ("gpro", "'gpro'.*grpo"),
-        (Component("no_such_module_here:loss", clip_low=0.1, clip_high=0.1), "no module 'no_such_module_here'"),
-        (
-            Component("math:no_such_loss", clip_low=0.1, clip_high=0.1),
-            "'no_such_loss'",
-        ),
-        (MINE, "needs clip_low, clip_high"),
-        (Component(MINE, clip_low=0.1), "needs clip_high"),
-        (Component("grpo", clip_low=-0.1, clip_high=0.1), "clip_low=-0.1"),
-        (Component("grpo", cliphigh=0.1), "'cliphigh'.*clip_high"),
-        (Component("crossed", weigh="tokens"), "weigh='tokens'"),
-    ],
-)
-def test_a_loss_that_cannot_be_used_is_one_clear_error(loss, message):
-    with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", loss=loss))
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"aggregate": "token_mean_"}, "'token_mean_'.*token_mean"),
-        ({"corrections": ("trunc",)}, "'trunc'.*truncated"),
-        ({"terms": (Component("kll", coef=1.0),)}, "'kll'.*kl"),
-        ({"terms": ("kl",)}, "the term 'kl' needs coef"),
-        ({"terms": (Component("kl", coef=1.0), Component("kl", coef=2.0))}, "a term twice: kl, kl"),
-    ],
-)
-def test_another_part_that_cannot_be_used_is_too(parts, message):
-    with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", **parts))
-
-
-def test_an_advantage_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="'groups'.*group"):
-        advantage_of(Arm(name="a", advantage="groups"))
-
-
 def test_every_part_may_be_a_users_own():
     """A token mean: 4 response tokens of 2 responses weigh 1/4 each; the term adds 0.5 · Σ weights = 0.5."""
     arm = Arm(
@@ -122,47 +58,6 @@ def test_every_part_may_be_a_users_own():
     assert output.loss.item() == pytest.approx(-(3 * 1 + 3) / 4 + 0.5) and output.metrics == {"term_my_term": 0.5}
     assert objective_of(arm).needs == {"reference"}
     assert advantage_of(arm)(rewarded([1.0], [0]))[:, 0].tolist() == [0.75]
-
-
-@pytest.mark.parametrize("name", ["grpo", "gspo", "gspo_token"])
-def test_the_loss_of_somebody_elses_loop_is_the_oracles(name):
-    new, old, advantages, mask = case()
-    logprobs = torch.tensor(new, requires_grad=True)
-    tensors = dict(old_logprobs=torch.tensor(old), advantages=torch.tensor(advantages), mask=torch.tensor(mask))
-    for arm in (
-        Component(name, clip_low=0.05, clip_high=0.06),
-        Arm(name="a", loss=Component(name, clip_low=0.05, clip_high=0.06)),
-    ):
-        output = policy_loss(arm, logprobs=logprobs, **tensors)
-        gradient = torch.autograd.grad(output.loss, logprobs)[0]
-        loss, expected, clipped = getattr(oracle, name)(new, old, advantages, mask, 0.05, 0.06)
-        np.testing.assert_allclose(output.loss.item(), loss, **TIGHT)
-        np.testing.assert_allclose(gradient.numpy(), expected, **TIGHT)
-        np.testing.assert_array_equal(output.clipped_by.numpy(), clipped)
-
-
-def test_parts_of_a_mini_batch_given_their_weights_add_up():
-    new, old, advantages, mask = (torch.tensor(x) for x in case())
-    weights = objective_of(Arm(name="a")).aggregate(mask)
-    whole = policy_loss("grpo", logprobs=new, old_logprobs=old, advantages=advantages, mask=mask).loss
-    parts = [
-        policy_loss(
-            "grpo", logprobs=new[r], old_logprobs=old[r], advantages=advantages[r], mask=mask[r], weights=weights[r]
-        ).loss
-        for r in (slice(0, 2), slice(2, 6))
-    ]
-    torch.testing.assert_close(sum(parts), whole, **TIGHT)
-
-
-def test_a_mini_batch_is_weighed_once_and_its_rows_keep_their_weights():
-    batch = make_batch()
-    objective = objective_of(Arm(name="a"))
-    weighed = objective.attach_weights(batch)
-    assert torch.equal(weighed.weights, seq_mean_token_mean(batch.response_mask))
-    assert weighed.weights.dtype == torch.float64 and weighed.weights.sum().item() == pytest.approx(1)
-    rows = torch.tensor([5, 0, 7])
-    part = weighed.rows(rows)
-    assert torch.equal(part.weights, weighed.weights[rows][:, : part.tokens.shape[1]])
 
 
 # ---------------------------------------------------------------------- the ratio under routes of its own
@@ -199,6 +94,36 @@ def test_the_same_routes_for_both_are_no_routes_of_its_own(name):
         torch.testing.assert_close(a, b, **TIGHT)
 
 
+OUT_OF_RANGE = """
+    grpo(clip_low=-0.1) grpo(clip_high=-0.1) grpo(dual=0.9) grpo(cap=0.5) grpo(log_clamp=0.0) grpo(level=turn)
+    gspo(clip_low=-0.1) gspo_token(clip_high=-0.1) gmpo(level=token) gmpo(clip_low=-1.0) gmpo(clip_high=-1.0)
+    sapo(tau_pos=0.0) sapo(tau_neg=0.0) sapo(level=turn) loss=crossed(weigh=tokens) loss=crossed(clip_low=-1.0)
+    cispo(mask=both) cispo(clip_high=-1.0) minirl(clip_low=-0.1) loss=band(low=1.1) loss=band(high=0.9) dppo(kind=js)
+    dppo(low=-0.1) dppo(cap=0.5) ipo(threshold=-0.1) cppo(last=0) a3po(high=0) a3po(clip_low=-1) topr(level=turn)
+    vespo(k_neg=-1.0) clip_cov(share=1.5) clip_cov(clip_low=-0.1) kl_cov(share=-0.1) kl_cov(coef=-1.0) sat(base=gmpo)
+    sat(quantile=1.1) sat(exponent=0.0) high_entropy(share=0) high_entropy(share=1.5) rspo(floor=1.5) rspo(base=gpro)
+    rspo(base=sat) rspo(options={clip:0.2}) grpo+kl(coef=nan) grpo+kl(coef=1,estimator=k4) grpo+kl(coef=1,estimator=k2+)
+    grpo+kl(coef=1,against=engine) grpo+kl(coef=1,clamp=0.0) grpo+load_balance(coef=1,routes=old)
+    grpo+aggregate=seq_mean_token_mean(rows=some) grpo+aggregate=seq_mean_token_sum_norm(horizon=0)
+    grpo+aggregate=seq_mean_token_sum_norm(horizon=inf) grpo+truncated(cap=-1.0) grpo+truncated(level=max)
+    grpo+truncated(cap=1,low=2) grpo+masked(high=2.0,low=-1.0) grpo+masked(high=2,low=3)
+    grpo+rejected(high=2.0,statistic=k1) grpo+m2po(threshold=-0.1) grpo+vaco(bound=-1.0)
+    grpo+opsm(delta=1,against=reference) grpo+group+clipped(at=0.0) grpo+advantage=overlong(limit=3,buffer=4)
+    grpo+normalized(center=prompt) grpo+normalized(eps=-1.0) grpo+advantage=returns(gamma=1.1)
+    grpo+group+whitened(eps=-1.0) grpo+advantage=by_turn(gamma=2) grpo+advantage=by_turn(among=turns)
+    ppo+advantage=gae(gamma=-0.1) ppo+advantage=gae(lam=1.1) ppo+advantage=gae(critic_lr=0)
+    ppo+advantage=gae(value_clip=0) ppo+advantage=gae(lam=true)
+    grpo+kl_penalty(coef=0.1,estimator=k3+)+advantage=returns
+"""
+
+
+@pytest.mark.parametrize("text", OUT_OF_RANGE.split())
+def test_an_option_out_of_its_range_is_refused_before_a_run(text):
+    option, value = re.findall(r"(\w+)[=:]([^=:]+?)[)}]*$", text)[0]
+    with pytest.raises(ConfigError, match=rf"(?i)\b{option}\b|{re.escape(value)}"):
+        objective_of(arm(text)), advantage_of(arm(text))
+
+
 def takes_a_column(x: LossInputs) -> LossOutput:
     return replace(grpo(x), metrics={"loss": 5.0})
 
@@ -207,8 +132,7 @@ def takes_a_column(x: LossInputs) -> LossOutput:
     ("settings", "message"),
     [
         ({"loss": f"{__name__}:takes_a_column"}, "metrics loss"),
-        ({"loss": Component("grpo", clip_low="0.2")}, "clip_low='0.2'"),
-        ({"terms": (Component("kl", coef="0.2"),)}, "coef='0.2'"),
+        ({"terms": (Component("kl", coef=1.0), Component("kl", coef=2.0))}, "a term twice: kl, kl"),
         ({"corrections": ("truncated", "truncated")}, "a correction twice"),
     ],
 )
@@ -264,18 +188,6 @@ def test_a_loss_of_the_right_shape_for_one_token_is_told_the_shape_of_a_batch():
         )
 
 
-def returns_a_number(x):
-    return -(x.weights * x.logprobs).sum()
-
-
-def misspells(x):
-    return x.old_logprob
-
-
-def reads_the_policy(x):
-    return x.logprobs.exp()
-
-
 def test_a_log_ratio_may_keep_its_graph():
     def own(x):
         return LossOutput(-(x.weights * x.log_ratio).sum(), x.log_ratio, torch.zeros_like(x.mask, dtype=torch.int8))
@@ -294,31 +206,6 @@ def test_a_log_ratio_may_keep_its_graph():
         lambda x: replace(own(x), loss=torch.zeros(())), seq_mean_token_mean, terms={"own": lambda x: own(x).loss}
     )
     assert still.of(x).loss.requires_grad, "the gradient of a term is enough"
-
-
-@pytest.mark.parametrize(
-    "loss, said",
-    [
-        (Component("grpo", clip_low=None), r"grpo\(clip_low=None"),
-        (Component("cispo", clip_high=None), r"cispo\(clip_high=None"),
-    ],
-)
-def test_an_option_of_another_type_is_refused_whatever_it_raises(loss, said):
-    with pytest.raises(ConfigError, match=said):
-        objective_of(Arm(name="a", loss=loss))
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"corrections": (Component("opsm", delta=math.nan),)},
-        {"terms": (Component("kl", coef=math.nan),)},
-        {"loss": Component("clip_cov", low=math.nan)},
-    ],
-)
-def test_an_option_that_is_no_number_is_refused(parts):
-    with pytest.raises(ConfigError, match="=nan"):
-        objective_of(Arm(name="a", **parts))
 
 
 def test_a_loop_of_ones_own_is_told_what_would_be_passed_over():

@@ -11,22 +11,12 @@ import torch
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import CorrectionInputs, correction_weights, objective_of
-from moe_rl.objectives.losses import grpo
 from moe_rl.objectives.weights import cis, truncated
 from moe_rl.registry import Component, needs
 from tests.objectives.examples import case, inputs
 from tests.policies.test_hf import make_batch
 
 WIDE = Component("grpo", clip_low=9.0, clip_high=9.0)
-
-
-def test_weights_by_hand():
-    mask = torch.tensor([[False, True, True, True]])
-    old = torch.tensor([[9.0, -1.0, -1.0, -1.0]])
-    engine = torch.tensor([[0.0, -1.0 - math.log(1.5), -1.0 - math.log(3), -1.0 + math.log(4)]])
-    x = inputs(old, old, torch.zeros(1), mask, rollout_logprobs=engine)
-    torch.testing.assert_close(truncated(x, cap=2.0), torch.tensor([[1.0, 1.5, 2.0, 0.25]]))
-    assert torch.equal(truncated(x), truncated(x, cap=2.0))
 
 
 @pytest.fixture
@@ -38,27 +28,6 @@ def parts():
         return torch.where(batch.response_mask, -torch.rand(batch.tokens.shape, generator=generator), 0.0)
 
     return replace(batch, rollout_logprobs=draw(), old_logprobs=draw()), draw().requires_grad_()
-
-
-def test_each_tokens_gradient_is_scaled_by_its_weight(parts):
-    batch, logprobs = parts
-    gradients = []
-    for corrections in ((), (Component("truncated", cap=1.2),)):
-        objective = objective_of(Arm(name="a", loss=WIDE, corrections=corrections))
-        out = objective(objective.attach_weights(batch), logprobs, torch.zeros_like(logprobs))
-        gradients.append(torch.autograd.grad(out.loss, logprobs)[0])
-    expected = (batch.old_logprobs - batch.rollout_logprobs).exp().clamp(max=1.2)
-    assert (expected == 1.2).any() and (expected[batch.response_mask] < 1).any()
-    torch.testing.assert_close(gradients[1], gradients[0] * expected)
-
-
-def test_an_engine_that_agrees_changes_nothing(parts):
-    batch, logprobs = parts
-    objective = objective_of(Arm(name="a", corrections=("truncated",)))
-    batch = objective.attach_weights(replace(batch, rollout_logprobs=batch.old_logprobs))
-    out = objective(batch, logprobs, torch.zeros_like(logprobs))
-    plain = grpo(inputs(logprobs, batch.old_logprobs, batch.advantages, batch.response_mask))
-    assert torch.equal(out.loss, plain.loss)
 
 
 def test_terms_keep_the_weights_that_a_correction_takes_from_the_loss(parts):
@@ -95,12 +64,6 @@ def test_with_routes_of_its_own_for_the_ratio_a_token_still_weighs_what_the_old_
     output.loss.backward()
     assert output.loss.item() == pytest.approx(-3.0, rel=1e-12)
     assert logprobs.grad[0].tolist() == pytest.approx([0.0, -3.0], rel=1e-12)
-
-
-@pytest.mark.parametrize(("settings", "message"), [({"anchor": "engine"}, "every weight of "), ({}, "cap=-1.0")])
-def test_truncation_that_means_nothing_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", corrections=(Component("truncated", cap=2.0 if settings else -1.0),), **settings))
 
 
 def test_without_the_engines_log_probs_there_is_nothing_to_weigh():
@@ -159,10 +122,6 @@ def test_ones_own_correction_that_means_nothing_is_refused(settings, message):
     settings = {k: tuple(f"{__name__}:{n}" for n in v) if isinstance(v, tuple) else v for k, v in settings.items()}
     with pytest.raises(ConfigError, match=message):
         objective_of(Arm(name="a", **settings))
-
-
-def test_what_waits_for_the_policy_may_read_it():
-    assert objective_of(Arm(name="a", corrections=(f"{__name__}:waiting",))).needs == {"policy"}
 
 
 def test_the_cap_of_cis_falls_as_the_trainer_grows_certain():

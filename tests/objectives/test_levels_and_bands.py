@@ -108,25 +108,6 @@ def test_bounds_are_inside_the_band():
     assert masked(x, low=0.6, high=1.9).tolist() == [[0, 1, 0]]
 
 
-def test_degenerate_cases():
-    log_rho, x = drawn()
-    whole = np.exp(log_rho)
-    same(masked(x, high=math.inf), whole)
-    same(truncated(x, cap=math.inf), whole)
-    one_turn = replace(
-        x,
-        mask=torch.tensor(MASK[:1]).expand(5, 7),
-        rollout_logprobs=x.old_logprobs.nan_to_num(),
-        old_logprobs=x.old_logprobs.nan_to_num() + 0.1,
-    )
-    for segment, sequence in ((truncated(one_turn, level=level) for level in ("segment", "geometric")),):
-        torch.testing.assert_close(segment, sequence, rtol=1e-12, atol=0)
-    agreeing = replace(x, rollout_logprobs=x.old_logprobs)
-    for name, options in OPTIONS.items():
-        if name != "opsm":
-            assert (CORRECTIONS[name](agreeing, **options)[x.mask] == 1).all(), name
-
-
 OPTIONS = {
     "truncated": {},
     "cis": {},
@@ -288,25 +269,6 @@ def test_log_ratios_that_overflow_give_no_nan(part, dtype):
     x = inputs(zeros, log_rho, torch.tensor([0.0, 1.0, -1.0, 0.5], dtype=dtype), mask, rollout_logprobs=zeros)
     factors = CORRECTIONS[part.name](x, **part.options)
     assert factors.isfinite().all() and not (factors * x.advantages).isnan().any()
-
-
-@pytest.mark.parametrize(
-    "part, message",
-    [
-        (Component("truncated", cap=2.0, level="max"), "level='max'"),
-        (Component("truncated", cap=1.0, low=2.0), "truncated: 2 to 1"),
-        (Component("masked", low=3.0, high=2.0), "3 to 2"),
-        (Component("masked", low=-1.0, high=2.0), "low=-1.0"),
-        ("masked", "needs high"),
-        (Component("rejected", high=2.0, statistic="k1"), "statistic='k1'"),
-        (Component("m2po", threshold=-0.1), "threshold=-0.1"),
-        (Component("vaco", bound=math.nan), "bound=nan"),
-        (Component("opsm", delta=0.1, against="reference"), "against='reference'"),
-    ],
-)
-def test_a_correction_that_means_nothing_is_refused(part, message):
-    with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", corrections=(part,)))
 
 
 @pytest.mark.parametrize("where", ["corrections", "filters"])

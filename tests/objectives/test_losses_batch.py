@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LEVELS, LOSSES, clip_surrogate
 from moe_rl.registry import Component
@@ -207,8 +206,3 @@ def test_an_engine_that_agrees_contracts_nothing():
     output = LOSSES["sat"](replace(x, rollout_logprobs=x.logprobs))
     assert not output.batch_statistics.any()
     assert torch.equal(output.clipped_by, LOSSES["grpo"](x, clip_high=0.2).clipped_by)
-
-
-def test_without_the_engines_log_probs_there_is_no_gap():
-    with pytest.raises(ConfigError, match="rollout_logprobs"):
-        LOSSES["sat"](replace(peers.loss_inputs("main-wide-0"), rollout_logprobs=None))

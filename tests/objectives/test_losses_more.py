@@ -135,21 +135,6 @@ def test_the_mask_of_entropies_is_trls(case, base, options):
         )
 
 
-def test_parts_of_a_mini_batch_find_the_mask_of_the_whole():
-    x = peers.loss_inputs("main-wide-0")
-    whole = LOSSES["high_entropy"](x, share=0.3)
-    rows = [slice(0, 3), slice(3, 8)]
-    pieces = [
-        replace(x, **{name: value[r] for name, value in vars(x).items() if isinstance(value, torch.Tensor)})
-        for r in rows
-    ]
-    parts = [
-        LOSSES["high_entropy"](replace(piece, batch_statistics=whole.batch_statistics[r]))
-        for piece, r in zip(pieces, rows, strict=True)
-    ]
-    assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("cap", [1.05, 2.0])
 def test_reinforce_with_corrections_of_the_policy_is_verls_bypass_mode(case, cap):
@@ -192,12 +177,6 @@ def test_a_correction_of_the_policy_is_the_rule_of_other_log_probs(rule, options
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("ipo(threshold=-0.1)", "threshold=-0.1"),
-        ("cppo(last=0)", "last=0"),
-        ("a3po(high=0)", "high=0"),
-        ("a3po(clip_low=-1)", "clip_low=-1"),
-        ("high_entropy(share=0)", "share=0"),
-        ("high_entropy(share=1.5)", "share=1.5"),
         ("high_entropy(base=sat)", "needs log-probs only"),
         ("high_entropy(base=grpo,options={clip:1})", "no option"),
         ("grpo+current(rule=m2po)", "rule='m2po'"),

@@ -127,12 +127,3 @@ def test_dppo_is_prime_rls_which_adds_a_square_and_anchors_at_the_engine(case):
     loss, gradient = ours(case, "dppo", tokens, low=0.05, high=0.05, anchor="rollout_logprobs")
     pull = 1e-3 * tokens(x["mask"]) * distance
     agree((loss + (pull * distance).sum(), gradient + 2 * pull), peers.expected(case, "prime/default"))
-
-
-def test_a_cap_of_trls_default_range_for_cispo_is_below_one():
-    """Its epsilon of 0.2 is the cap itself, so every weight is at most 0.2. No option says that here: bounds are
-    distances from 1, and none is negative."""
-    x = peers.case("main-wide-0")
-    _, gradient = peers.expected("main-wide-0", "trl/cispo.default_range")
-    ratio = np.exp(np.where(x["mask"], x["logprobs"] - x["old_logprobs"], 0)).clip(max=0.2)
-    np.testing.assert_allclose(gradient, -tokens(x["mask"]) * x["advantages"][:, None] * ratio, rtol=0, atol=1e-12)

@@ -79,12 +79,6 @@ def test_an_advantage_that_remembers_is_refused_where_nothing_is_kept():
     assert second.tolist() == pytest.approx([0.5, 0.5]), "r − 3/4, over the sample deviation 1/2 of 1, 0, 1, 1"
 
 
-@pytest.mark.parametrize("option", ["critic_lr=true", "lam=true", "gamma=false", "value_clip=true", "critic_lr=fast"])
-def test_a_truth_value_is_no_number(option):
-    with pytest.raises(ConfigError, match=f"gae\\({option[:3]}.*valid number"):
-        advantage_of(arm(f"ppo+gae({option})"))
-
-
 def test_factors_that_are_given_count_where_an_arm_has_no_corrections():
     """`importance_weights` takes the place of what corrections would give: half of every weight is half of the loss."""
     for text in ("grpo", "gspo", "cispo"):

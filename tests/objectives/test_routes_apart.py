@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from moe_rl.config import Arm, Optimizer
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.weights import seq_mean_token_mean
 from moe_rl.policies.hf import HFPolicy
-from moe_rl.registry import Component
 from moe_rl.routing import replay_routing
 from tests.conftest import build as build_tiny
 from tests.conftest import perturb
@@ -49,22 +47,3 @@ def test_ratio_and_gradient_may_have_routes_of_their_own(ratio, gradient):
     for name, p in reference.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-4, msg=name)
-
-
-def test_with_a_ratio_of_its_own_routes_truncation_still_compares_the_old_policy_with_the_engine():
-    """An engine that agrees with π_old has weights of 1, whatever routes make of π_θ: the gradient keeps every bit.
-    One that was half as sure of every token doubles what the cap lets through."""
-    batch = make_batch()
-    policy = HFPolicy(build_tiny("qwen3_moe"), Optimizer())
-    old = policy.score(batch)
-    perturb(policy.model, 0.5)
-    part = replace(part_of(batch, old, old.routes), ratio_logprobs=policy.score(batch).logprobs)
-    assert (part.ratio_logprobs - policy.score(batch, old.routes).logprobs).abs().max() > 1e-3, "routes must matter"
-    found = [policy.gradient(part, objective_of(Arm(name="plain")))]
-    for gap in (0.0, math.log(2)):
-        told = replace(part, rollout_logprobs=torch.where(batch.response_mask, old.logprobs - gap, 0))
-        found.append(
-            policy.gradient(told, objective_of(Arm(name="tis", corrections=(Component("truncated", cap=3.0),))))
-        )
-    assert found[0].abs().max() > 1e-4 and torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[2], 2 * found[0], rtol=1e-4, atol=1e-6)

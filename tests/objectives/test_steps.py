@@ -170,14 +170,6 @@ def test_returns_discount_by_response_tokens_and_step_over_what_a_tool_wrote():
     np.testing.assert_array_equal(made("returns"), np.where(MASK, REWARDS[:, None], 0))
 
 
-def test_reinforce_pp_and_its_baseline_are_steps(policies):
-    """Without a penalty, REINFORCE++ is the whitened reward, and its -baseline that of what the group mean leaves."""
-    free = Component("kl_penalty", coef=0.0)
-    tight(made(free, "returns", "whitened", **policies), made("whitened"))
-    centred = Component("normalized", scale="none")
-    tight(made(centred, free, "returns", "whitened", **policies), made(centred, "whitened"))
-
-
 @pytest.mark.parametrize(
     "steps, message",
     [
@@ -190,34 +182,14 @@ def test_reinforce_pp_and_its_baseline_are_steps(policies):
         (("returns", "gae"), "returns cannot come before gae"),
         (("whitened", "gae"), "whitened cannot come before gae"),
         (("gae", "group"), "normalized takes one value per row"),
-        ((Component("gae", gamma=-0.1),), "gamma=-0.1"),
-        ((Component("gae", lam=1.1),), "lam=1.1"),
         (("group", Component("kl_penalty", coef=0.1)), "before the end"),
         ((Component("kl_penalty", coef=0.1), "whitened"), "before whitened"),
         ((Component("kl_penalty", coef=0.1), "group"), "before group"),
-        ((Component("kl_penalty", coef=0.1, estimator="k3+"), "returns"), "estimator='k3\\+'"),
-        ((Component("clipped", at=0.0),), "at=0.0"),
-        ((Component("overlong", limit=3, buffer=4),), "buffer=4"),
-        ((Component("normalized", center="prompt"),), "center='prompt'"),
-        ((Component("normalized", eps=-1.0),), "eps=-1"),
-        ((Component("returns", gamma=1.1),), "gamma=1.1"),
-        ((Component("whitened", eps=-1.0),), "eps=-1"),
     ],
 )
 def test_steps_that_make_no_sense_are_refused_before_a_run(steps, message):
     with pytest.raises(ConfigError, match=message):
         advantage_of(Arm(name="a", advantage=steps))
-
-
-def test_a_penalty_per_row_may_come_before_everything():
-    steps = (
-        Component("kl_penalty", coef=0.1, per_token=False),
-        "leave_one_out",
-        Component("clipped", at=2.0),
-        "whitened",
-    )
-    assert advantage_of(Arm(name="a", advantage=steps)).needs == {"reference"}
-    assert advantage_of(Arm(name="a", advantage=(*steps[:1], "returns"))).needs == {"reference"}
 
 
 @pytest.mark.parametrize("step", ADVANTAGES)
@@ -269,13 +241,6 @@ def test_what_a_step_remembers_comes_back_as_it_was(tmp_path):
     assert torch.equal(resumed(again), advantage(again)) and resumed.memory["0"]["seen"] == {0: 2, 1: 2}
 
 
-def test_what_keeps_nothing_writes_nothing(tmp_path):
-    advantage = advantage_of(Arm(name="a"))
-    advantage(rewarded([0.0, 1.0], [0, 0]))
-    advantage.save(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 RUNNING = Arm(
     name="running", advantage=(Component("normalized", center="running", scale="running"), "returns", "whitened")
 )
@@ -323,18 +288,3 @@ def test_whitening_what_does_not_differ_gives_exactly_0():
         found = made(Component("whitened", eps=0.0), rewards=[values] * len(REWARDS))
         assert bool((found == 0).all())
         assert bool((made("whitened", rewards=[values] * len(REWARDS)) == 0).all())
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        Component("normalized", eps="0"),
-        Component("clipped", at=None),
-        Component("returns", gamma="1"),
-        Component("overlong", limit="16", buffer=4),
-        Component("difficulty_mask", low=None),
-    ],
-)
-def test_an_option_of_another_type_is_refused(step):
-    with pytest.raises(ConfigError, match=r"^\w+\(\w+=.*\): Input should be"):
-        advantage_of(Arm(name="a", advantage=(step,)))

@@ -22,19 +22,6 @@ from tests.policies.test_hf import make_batch, policy_of
 BOTH = (Component("kl", coef=0.3), Component("entropy", coef=0.02))
 
 
-def test_k3_is_the_schulman_estimate_with_gradient_one_minus_the_ratio():
-    """d = log 2: k3 = 2 - 1 - log 2, gradient 1 - 2; d = 0: 0 and 0."""
-    logprobs = torch.tensor([[9.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([[math.nan, -1 + math.log(2), -1.0]], dtype=torch.float64)
-    mask = torch.tensor([[False, True, True]])
-    x = inputs(logprobs, logprobs.detach(), torch.zeros(1), mask, ref_logprobs=reference)
-    term = kl(x, coef=1.0)
-    term.backward()
-    assert term.item() == pytest.approx((1 - math.log(2)) / 2, abs=1e-12)
-    np.testing.assert_allclose(logprobs.grad, [[0, -0.5, 0]], **TIGHT)
-    assert kl(x, coef=0.1).item() == pytest.approx(0.1 * term.item())
-
-
 def test_an_entropy_bonus_lowers_the_loss_by_the_mean_over_sequences_of_the_mean_over_tokens():
     """Entropies 1, 3 and 4 nats in responses of two tokens and of one: 0.1 · (2 + 4) / 2; its gradient is −0.1 · W."""
     found = torch.tensor([[math.nan, 1.0, 3.0], [math.nan, 4.0, 7.0]], dtype=torch.float64, requires_grad=True)
