@@ -8,15 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_rl.config import Optimizer
 from moe_rl.policies.hf import HFPolicy
-from tests.benchmarks import gpu
 from tests.benchmarks.gpu_models import GRPO, Sizes, products, random_batch, random_model, weighed
-
-
-@pytest.mark.parametrize("arguments", [["--device", "cpu"], *([] if torch.cuda.is_available() else [["--small"]])])
-def test_what_it_cannot_measure_it_refuses_and_says_what_would_do(arguments, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        gpu.main(arguments)
-    assert "the dry run is --device cpu --small" in capsys.readouterr().err
 
 
 def test_products_are_those_that_torch_counts():

@@ -234,6 +234,9 @@ def require(found: dict) -> None:
         assert found[kind] < 1e-5, (kind, found[kind])
     assert found["stepped"] < 1e-4, "AdamW moves a weight whose gradient is rounding by as much as any other"
     assert max(update[kind] for kind in ("logprobs", "entropy", "loss", "norm")) < 1e-5 and update["routes"]
+    assert update["clipped"] == [True, True] and update["metrics"] < 1e-6 < 1e-3 < update["least term"]
+    assert update["names"] == [["corrected_tokens", "term_entropy", "term_kl"]] * 2
+    assert 0.1 < found["capped"] < 0.9, "the cap of truncated must matter for some tokens, and not for others"
     assert found["stepped weights"] < 0.02, "in learning rates, where rounding does not decide the sign"
     assert min(found["replay matters"], found["preferred elsewhere"]) > 1e-3 and found["router gradient"] > 1e-6
     assert found.get("after an exception", True)

@@ -6,16 +6,15 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, apply_rotary_pos_emb
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from moe_rl.integrations.cpu_kernels import experts as experts_cpu
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels
-from moe_rl.integrations.cpu_kernels.attention import CACHE, attend_last, replace_attention, rotated
-from moe_rl.integrations.cpu_kernels.experts import Pairs
-from moe_rl.integrations.cpu_kernels.norms import replace_norms, rms_norm
+from moe_rl.integrations.cpu_kernels.attention import CACHE, replace_attention
+from moe_rl.integrations.cpu_kernels.experts import NAME, Pairs
+from moe_rl.integrations.cpu_kernels.norms import replace_norms
 from moe_rl.metrics.rounding import SUMMED, rounding
 from moe_rl.routing import record_routing, replay_routing
 from tests.conftest import CPU_KERNELS, FAMILIES, build, perturb
@@ -150,17 +149,6 @@ def test_gradients_of_gated_experts_are_central_differences() -> None:
     )
 
 
-def test_pairs_are_sorted_stably_and_cut_into_blocks_that_cover_them() -> None:
-    ids = torch.tensor([[3, 0], [0, 3], [5, 0]])
-    pairs = Pairs.of(ids, 7)
-    assert pairs.order.tolist() == [1, 2, 5, 0, 3, 4]
-    assert pairs.token.tolist() == [0, 1, 2, 0, 1, 2]
-    assert pairs.ends.tolist() == [3, 3, 3, 5, 5, 6, 6]
-    assert pairs.order[pairs.place.view(-1)].tolist() == list(range(6))
-    assert list(pairs.blocks(2)) == [(slice(0, 1), slice(0, 3)), (slice(1, 5), slice(3, 5)), (slice(5, 7), slice(5, 6))]
-    assert list(pairs.blocks(100)) == [(slice(0, 7), slice(0, 6))]
-
-
 def test_blocks_of_any_size_give_what_a_forward_with_gradient_gives(monkeypatch, tokens: torch.Tensor) -> None:
     model = build("qwen3_moe")
     assert use_cpu_kernels(model)
@@ -172,14 +160,6 @@ def test_blocks_of_any_size_give_what_a_forward_with_gradient_gives(monkeypatch,
 
 
 # ---------------------------------------------------------------------- norms
-def test_an_rms_norm_by_hand() -> None:
-    """[3, 4]: mean square 12.5; with ε = 12.5 the scale is 1/5."""
-    x, weight = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.tensor([1.0, 10.0])
-    torch.testing.assert_close(rms_norm(x, weight, 12.5), torch.tensor([[0.6, 8.0]]))
-
-
-def test_gradients_of_an_rms_norm_are_central_differences() -> None:
-    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (double(2, 3, 5), double(5, seed=1)))
 
 
 def test_a_norm_that_computes_something_else_keeps_its_own() -> None:
@@ -207,23 +187,45 @@ def test_a_forward_that_somebody_has_wrapped_stays_wrapped() -> None:
     assert sum("forward" in module.__dict__ for module in model.modules()) == 3 * 4 + 1 + 3
 
 
-# ---------------------------------------------------------------------- attention
-@pytest.mark.parametrize("rows", [1, 2])
-def test_rotation_is_the_familys_own_with_its_gradient(rows: int) -> None:
-    x = double(2, 3, 4, 6)
-    angles = torch.randn(rows, 3, 3, dtype=torch.double, generator=torch.Generator().manual_seed(1)).repeat(1, 1, 2)
-    cos, sin = angles.cos(), angles.sin()
-    own = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)[0].transpose(1, 2)
-    torch.testing.assert_close(rotated(x, cos, sin), own, rtol=0, atol=1e-15)
-    assert torch.autograd.gradcheck(lambda x: rotated(x, cos, sin), (x,))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_transformers_own(family: str, tokens: torch.Tensor) -> None:
+    model = build(family)
+    assert model.config._experts_implementation == "grouped_mm"
+    logits, expected = gradients(model, tokens)
+    assert use_cpu_kernels(model)
+    new_logits, new_gradients = gradients(model, tokens)
+    torch.testing.assert_close(new_logits, logits, rtol=0, atol=1e-6)
+    assert new_gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (new_gradients[name] - gradient).norm() / gradient.norm()
+        assert error < rounding(SUMMED, model.config.num_hidden_layers, 1), (name, error)
+    again = gradients(model, tokens)
+    assert torch.equal(new_logits, again[0])
+    assert all(torch.equal(new_gradients[name], again[1][name]) for name in expected)
 
 
-@pytest.mark.parametrize("time", [1, 7, 40])
-def test_attention_of_the_last_token_is_the_full_one(time: int) -> None:
-    generator = torch.Generator().manual_seed(time)
-    query = 10 * torch.randn(3, 4, 1, 8, generator=generator)
-    key, value = torch.randn(2, 3, 2, time, 8, generator=generator)
-    own = F.scaled_dot_product_attention(query, key, value, scale=0.4, enable_gqa=True)[:, :, 0]
-    largest = 0.4 * (query.view(3, 2, 2, 8) @ key.mT).abs().max().item()  # a rounded score moves its weight by as much
-    bound = rounding(SUMMED, 0, largest * value.abs().max().item())
-    torch.testing.assert_close(attend_last(query, key, value, 0.4), own, rtol=0, atol=bound)
+def test_transformers_that_knows_no_other_implementations_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before 5.7: a name that it does not list is a ValueError."""
+    model = build("qwen3_moe")
+
+    def refuse(name: str) -> None:
+        raise ValueError(f'Specified `experts_implementation="{name}"` is not supported.')
+
+    monkeypatch.setattr(model, "set_experts_implementation", refuse)
+    norms = [module.forward for module in model.modules() if "Norm" in type(module).__name__]
+    assert not use_cpu_kernels(model) and model.config._experts_implementation == "grouped_mm"
+    assert norms == [module.forward for module in model.modules() if "Norm" in type(module).__name__]
+
+
+def test_it_says_when_it_stays_out_and_saves_no_trace(tmp_path) -> None:
+    eager = build("qwen3_moe")
+    eager.set_experts_implementation("eager")
+    assert not use_cpu_kernels(eager)
+    assert eager.config._experts_implementation == "eager"
+    assert not use_cpu_kernels(build("qwen3_moe").bfloat16())
+    assert not use_cpu_kernels(nn.Linear(2, 2))
+    model = build("qwen3_moe")
+    assert use_cpu_kernels(model) and use_cpu_kernels(model)
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+    assert type(model).from_pretrained(tmp_path).config._experts_implementation == "grouped_mm"

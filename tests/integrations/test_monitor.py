@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -283,36 +282,6 @@ def test_ddp_and_fsdp2_on_two_ranks_say_what_one_process_says_of_all_rows(tmp_pa
             close(row, alone)
 
 
-def test_an_adapted_model_says_what_the_plain_one_says(qwen, tokens):
-    plain = row_of(build("qwen3_moe"), slice(None), tokens)
-    adapted = get_peft_model(qwen, LoraConfig(r=2, target_modules=["q_proj"])).eval()
-    with pytest.warns(UserWarning, match="did not change at all"):  # b of a fresh adapter is 0
-        monitor = moe_rl.monitor(adapted, probe={"input_ids": tokens, "decides": DECIDES, "attention_mask": MASK})
-        with monitor:
-            pass
-        still = monitor.row()
-    assert still["expert_change_rate"] == 0
-    with monitor:
-        pass
-    drift(adapted.get_base_model())
-    moved = monitor.row()
-    assert (
-        moved["expert_change_rate"] == pytest.approx(plain["expert_change_rate"], abs=1e-6)
-        and plain["expert_change_rate"] > 0
-    )
-
-
-def test_a_vision_language_model_is_seen_through_its_text_decoder(tokens):
-    from tests.routing.families import FAMILIES
-    from tests.routing.families import build as tiny
-
-    (family,) = (f for f in FAMILIES if f.model_type == "qwen3_vl_moe")
-    model = tiny(family)
-    with torch.no_grad(), moe_rl.monitor(model) as monitor:
-        model(input_ids=tokens.clamp(max=39), attention_mask=MASK)
-    assert monitor.row()["margin_n"] == MASK.sum() * len(monitor.layers)
-
-
 # ---------------------------------------------------------------------- it changes nothing
 def trained(monitor_of, tokens):
     """Weights after two steps in train mode, with dropout, and the model."""
@@ -547,7 +516,7 @@ def test_a_run_of_wandb_gets_a_row_at_a_time_and_its_axis(qwen, tokens):
     (logged,) = run.logged
     assert logged["moe_rl/block"] == 1 and logged["moe_rl/load_tokens"] == row["load_tokens"]
     assert run.axes == {"moe_rl/*": "moe_rl/block"} and monitor.row() == {} and len(run.logged) == 1
-    with pytest.raises(ConfigError, match="no add_scalar or log. Give a TensorBoard"):
+    with pytest.raises(ConfigError, match="no add_scalar or log"):
         moe_rl.track(monitor, "runs/tensorboard")
 
 

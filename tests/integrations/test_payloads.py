@@ -103,13 +103,6 @@ def test_a_start_offset_leaves_the_prefix_unknown_unless_the_server_ignored_it(n
     assert ((known[:start] == -1).all() or start == 0) if not ignored else np.array_equal(known, ids)
 
 
-def test_only_routing_layers_in_order_is_understood_too():
-    shape = layout()
-    ids = routes(4, shape)
-    assert np.array_equal(ids_of(decode_routes(ids, layout=shape, tokens=range(5))), ids)
-    assert np.array_equal(ids_of(decode_routes(b64(ids.tobytes()), layout=shape, tokens=range(5))), ids)
-
-
 def test_layers_that_are_dense_after_the_last_router_need_num_layers():
     shape = layout()
     ids = routes(4, shape)
@@ -211,11 +204,6 @@ def test_layers_counted_from_another_origin_are_noticed():
 def test_a_model_with_two_moe_layers_in_a_layer_is_refused():
     with pytest.raises(RoutingError, match="several MoE layers"):
         decode_routes(np.zeros((1, 2, 2), int), layout=layout([1, 1]), tokens=[1, 2])
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(RoutingError, match="'ignore'"):
-        decode_routes(np.zeros((1, 3, 2), int), layout=layout(), tokens=[1, 2], invalid="ignore")
 
 
 # ---------------------------------------------------------------------- combine weights

@@ -128,12 +128,3 @@ def test_parity_holds_after_a_push_and_fails_before_after_an_update_and_at_anoth
 def test_parity_that_is_not_a_number_is_no_parity():
     with pytest.raises(RunError):
         require_parity(Parity(8, float("nan"), float("nan"), 0.0), Tolerance.of("bfloat16"), "nan")
-
-
-def test_probe_prompts_are_ordinary_tokens(engine):
-    rows = [p.tokens for p in probe_prompts(engine.engine.tokenizer, 258)]
-    assert len(rows) == 8 and all(0 <= t < 256 for row in rows for t in row) and len(set(rows)) == 8
-
-
-def test_tolerance_is_tight_only_where_both_sides_are_wide():
-    assert Tolerance.of("float32", "float32").logprob_mean < 1e-3 < Tolerance.of("bfloat16", "float32").logprob_mean

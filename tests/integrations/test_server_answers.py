@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_rl.config import Arm
-from moe_rl.errors import RoutingError, RunError
+from moe_rl.errors import RunError
 from moe_rl.integrations.vllm.answers import Answer, Reader
 from moe_rl.integrations.vllm.payloads import RoutesRefused
 from moe_rl.objectives import objective_of
@@ -147,13 +147,6 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_routes_are_refused(loaded, drawn, kind):
-    payload, _ = bad_routes(drawn)[kind]
-    with pytest.raises(RoutingError):
-        reader(loaded).read(prompts(drawn), answers(drawn, routes=payload), SAMPLING)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_or_they_are_unknown_and_counted_and_replay_routes_freely_there(loaded, drawn, kind):
     payload, rows = bad_routes(drawn)[kind]
     tolerant = reader(loaded, "unknown")
@@ -177,7 +170,3 @@ def test_or_they_are_unknown_and_counted_and_replay_routes_freely_there(loaded, 
     torch.testing.assert_close(old.logprobs, unconstrained.logprobs, atol=1e-5, rtol=0)
     updated = policy.update(part_of(batch, old, routes), objective_of(Arm(name="r3")))
     torch.testing.assert_close(updated.logprobs, old.logprobs, atol=1e-5, rtol=0)
-
-
-def test_without_routes_no_rollout_has_any(loaded, drawn):
-    assert all(r.routes is None for r in reader(loaded, "off").read(prompts(drawn), answers(drawn), SAMPLING))

@@ -134,25 +134,8 @@ def test_run_gives_a_tracker_its_rows_and_says_nothing_of_it_in_the_configuratio
     tmp_path, monkeypatch, forked_workers
 ):
     monkeypatch.setenv("PYTHONPATH", ".:tests")
-    assert (
-        cli.main(
-            [
-                "run",
-                FAKE,
-                "--seeds",
-                "0",
-                "--arms",
-                "grpo",
-                "--jobs",
-                "1",
-                "--out",
-                str(tmp_path),
-                "--track",
-                f"{LINES}={tmp_path / 'lines'}",
-            ]
-        )
-        == 0
-    )
+    words = ["--seeds", "0", "--arms", "grpo", "--jobs", "1", "--out", str(tmp_path)]
+    assert cli.main(["run", FAKE, *words, "--track", f"{LINES}={tmp_path / 'lines'}"]) == 0
     (run,) = tracked(tmp_path / "fake")
     assert given(points(of(tmp_path / "lines", run))) == expected(tmp_path / run.place)
     assert run.config == fake_study.study.base.to_dict()

@@ -15,7 +15,7 @@ from moe_rl.errors import RoutingError
 from moe_rl.metrics import volatility
 from moe_rl.metrics.volatility import load_statistics, response_change, route_change, router_confidence
 from moe_rl.routing import Layout, MoeLayer, RoutingTrace, ids
-from moe_rl.routing.ids import signed, sorted_slots, used
+from moe_rl.routing.ids import signed, used
 from tests.second_device import DEVICE, There, second_device
 
 quick = settings(deadline=None, max_examples=60)
@@ -157,14 +157,6 @@ def test_traces_are_made_of_any_dtype_and_compared_as_sets(case):
     log_probs = torch.rand(case.before.shape).log()
     found = [router_confidence(log_probs, x, case.mask) for x in (case.before, before.experts)]
     assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
-
-
-@quick
-@given(k=st.integers(1, 20), rows=st.integers(0, 5), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
-def test_slots_are_sorted_as_torch_sorts_them(k, rows, dtype, seed):
-    x = torch.randint(0, 255, (rows, 3, k), generator=torch.Generator().manual_seed(seed)).to(dtype)
-    kept = x.clone()
-    assert torch.equal(sorted_slots(x).movedim(0, -1), x.sort(-1).values) and torch.equal(x, kept)
 
 
 @quick

@@ -44,17 +44,6 @@ def test_special_tokens_cannot_be_written_in_a_prompt():
     assert (TOKENIZER.eos_token_id, TOKENIZER.pad_token_id, len(TOKENIZER)) == (256, 257, 258)
 
 
-def test_the_saved_tokenizer_is_the_same(tmp_path):
-    from transformers import AutoTokenizer
-
-    TOKENIZER.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("héllo 世界\u2028", " <|end|> 372="):
-        assert again.encode(text) == TOKENIZER.encode(text)
-        assert again.decode(again.encode(text)) == text
-    assert (again.eos_token_id, again.pad_token_id) == (256, 257)
-
-
 def test_a_vocabulary_of_64_knows_digits_and_refuses_the_rest():
     tokenizer = byte_tokenizer(64)
     assert len(tokenizer) == 64
@@ -117,12 +106,6 @@ def test_a_preset_routes_by_token_and_uses_most_experts_everywhere(name):
         assert (counts > 0).float().mean() >= 0.75
         assert counts.max() < 0.75 * tokens.numel()  # of at most one per token
         assert len(experts[:, :, moe_layer].flatten(0, 1).sort(-1).values.unique(dim=0)) > 8  # different expert sets
-
-
-@pytest.mark.parametrize("name, millions", [("qwen3_moe-tiny", 0.7), ("qwen3_moe-bench", 6.7)])
-def test_presets_have_the_promised_size(name, millions):
-    parameters = sum(p.numel() for p in load(ModelConfig(name=name), 0).model.parameters())
-    assert round(parameters / 1e6, 1) == millions
 
 
 def test_weights_follow_the_seed_and_the_global_random_state_does_not_move():
@@ -223,11 +206,3 @@ def test_routers_in_float32_come_back_from_a_checkpoint_bit_for_bit(tmp_path):
     again = load(ModelConfig(name=str(tmp_path), dtype="bfloat16", router_dtype="float32"), 0).model.state_dict()
     for name, weight in first.model.state_dict().items():
         assert again[name].dtype == weight.dtype and torch.equal(again[name], weight), name
-
-
-def test_a_prompt_ends_without_what_the_tokenizer_puts_behind():
-    """Some append their end token: what follows it would answer nothing."""
-    tokenizer = byte_tokenizer()
-    tokenizer.encode = lambda text, add_special_tokens=True: [*text.encode()] + [256] * add_special_tokens
-    prompts = encode_prompts([Prompt("ab"), Prompt("")], tokenizer)
-    assert [prompt.tokens for prompt in prompts] == [(97, 98), (256,)]  # GPT-2's begins with what ends others

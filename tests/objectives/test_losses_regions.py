@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from moe_rl.config import Arm
-from moe_rl.objectives import objective_of
-from moe_rl.objectives.losses import LOSSES
+from moe_rl.errors import ConfigError
+from moe_rl.objectives import LossInputs, objective_of
+from moe_rl.objectives.losses import LOSSES, crossed, gmpo, grpo, gspo
 from moe_rl.registry import Component
 from tests import oracle
 from tests.objectives.examples import TIGHT, case, inputs, ranged
@@ -133,10 +135,14 @@ def expected(new, old, advantages, mask, level, rule):
     return oracle.trust_region(new, old, advantages, mask, level, rule)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("name", "options", "level", "rule"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+SEEDED = [(*case, seed) for case in CASES for seed in range(5 if case[2] in ("token", "sequence_token") else 4)]
+
+
+@pytest.mark.parametrize("name, options, level, rule, seed", SEEDED, ids=[f"{c[0]}-{c[1]}-{c[4]}" for c in SEEDED])
 def test_value_gradient_and_clipped_tokens_are_the_equations(name, options, level, rule, seed):
     batch = holes(seed)
+    if seed > 3:  # an advantage per token
+        batch = (*batch[:2], np.random.default_rng(seed).normal(size=batch[3].shape), batch[3])
     if name == "grpo" and "cap" in options:
         options = options | {"level": level}
     loss, gradient, output = ours(name, *batch, **options)
@@ -152,20 +158,6 @@ def test_value_gradient_and_clipped_tokens_are_the_equations(name, options, leve
     ]
     np.testing.assert_allclose(output.log_ratio[torch.tensor(mask)], np.clip(ratios, -cut, cut), **TIGHT)
     assert not output.log_ratio[~torch.tensor(mask)].any()
-
-
-OF_TOKENS = [c for c in CASES if c[2] in ("token", "sequence_token")]
-
-
-@pytest.mark.parametrize(("name", "options", "level", "rule"), OF_TOKENS, ids=[f"{c[0]}-{c[1]}" for c in OF_TOKENS])
-def test_so_they_are_with_an_advantage_per_token(name, options, level, rule):
-    new, old, _, mask = holes(7)
-    batch = (new, old, np.random.default_rng(7).normal(size=mask.shape), mask)
-    loss, gradient, output = ours(name, *batch, **options)
-    value, slopes, side = expected(*batch, level, rule)
-    np.testing.assert_allclose(loss, value, **TIGHT)
-    np.testing.assert_allclose(gradient, slopes, **TIGHT)
-    np.testing.assert_array_equal(output.clipped_by, side)
 
 
 def test_the_oracles_gradients_are_those_of_its_values():
@@ -376,3 +368,113 @@ def test_a_token_that_a_correction_takes_out_may_have_a_ratio_that_overflows(los
     output.loss.backward()
     assert torch.isfinite(output.loss) and bool(torch.isfinite(new.grad).all())
     assert bool((new.grad[1] == 0).all()) and bool((new.grad[0] != 0).any())
+
+
+NAMES = ["grpo", "gspo", "gspo_token"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_bounds_clip_only_the_side_their_advantage_pushes_to(name):
+    """Ratios 2, 2, 1/2, 1/2 under advantages +, -, +, -, clipped to [0.8, 1.3]: worked by hand."""
+    log2 = math.log(2)
+    new = np.array([[0, log2], [0, log2], [0, -log2], [0, -log2]])
+    mask = np.array([[False, True]] * 4)
+    loss, gradient, output = ours(
+        name, new, np.zeros((4, 2)), np.array([1.0, -1.0, 1.0, -1.0]), mask, clip_low=0.2, clip_high=0.3
+    )
+    assert output.clipped_by[:, 1].tolist() == [1, 0, 0, -1]
+    np.testing.assert_allclose(loss, -(1.3 - 2 + 0.5 - 0.8) / 4, **TIGHT)
+    np.testing.assert_allclose(gradient[:, 1], [0, 2 / 4, -0.5 / 4, 0], **TIGHT)
+    np.testing.assert_allclose(output.log_ratio[:, 1], [log2, log2, -log2, -log2], **TIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ratio_on_its_bound_keeps_its_gradient(name, dtype):
+    """exp(log 2) is exactly 2 and exp(log 1/2) exactly 1/2, so these are ties; so is a ratio of 1 with range (0, 0)."""
+    log2 = math.log(2)
+    for log_ratio, advantage, low, high in [(log2, 1.0, 0.5, 1.0), (-log2, -1.0, 0.5, 1.0), (0.0, 1.0, 0.0, 0.0)]:
+        logprobs = torch.tensor([[0.0, log_ratio]], dtype=dtype, requires_grad=True)
+        mask = torch.tensor([[False, True]])
+        x = inputs(logprobs, torch.zeros(1, 2, dtype=dtype), torch.tensor([advantage]), mask)
+        output = LOSSES[name](x, clip_low=low, clip_high=high)
+        output.loss.backward()
+        ratio = logprobs.detach()[0, 1].exp()
+        assert ratio.item() in (1 + high, 1 - low)
+        assert output.clipped_by.tolist() == [[0, 0]]
+        assert logprobs.grad[0].tolist() == [0.0, -advantage * ratio.item()]
+
+
+@pytest.mark.parametrize("loss", [gspo, gmpo])
+def test_a_loss_of_sequences_refuses_advantages_that_differ_within_a_response(loss):
+    mask = torch.tensor([[False, True, True], [True, True, False]])
+    differ = torch.tensor([[9.0, 1.0, 1.0], [2.0, 2.5, 9.0]])
+    with pytest.raises(ConfigError, match="gspo_token"):
+        loss(inputs(torch.zeros(2, 3), torch.zeros(2, 3), differ, mask))
+    loss(inputs(torch.zeros(1, 3), torch.zeros(1, 3), differ.masked_fill(~mask, math.nan)[:1], mask[:1]))
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    x, mask = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    make = inspect.unwrap(LossInputs.__init__)  # without the tests' shape checker
+    for wrong in (
+        {"old_logprobs": torch.zeros(2, 1)},
+        {"advantages": torch.zeros(2, 1)},
+        {"weights": torch.ones(2)},
+        {"ref_logprobs": torch.zeros(1, 2)},
+        {"entropy": torch.zeros(2, 3)},
+    ):
+        shapes = {"logprobs": x, "old_logprobs": x, "advantages": x, "weights": x, "mask": mask} | wrong
+        with pytest.raises(ConfigError, match="one shape"):
+            make(object.__new__(LossInputs), **shapes)
+
+
+@pytest.fixture
+def crossed_example():
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(12, 7, generator=generator, dtype=torch.float64)
+    old = logprobs + 0.3 * torch.randn(12, 7, generator=generator, dtype=torch.float64)
+    mask = torch.arange(7) < torch.arange(12)[:, None] % 7 + 1
+    return inputs(logprobs.requires_grad_(), old, torch.randn(12, generator=generator, dtype=torch.float64), mask)
+
+
+def gradient(loss, x, **options):
+    output = loss(x, **options)
+    return output, torch.autograd.grad(output.loss, x.logprobs)[0]
+
+
+@pytest.mark.parametrize("level, whole, low, high", [("token", grpo, 0.2, 0.27), ("sequence", gspo, 0.05, 0.07)])
+def test_the_diagonal_is_grpo_and_gspo(level, whole, low, high, crossed_example):
+    a, mine = gradient(crossed, crossed_example, weigh=level, clip=level, clip_low=low, clip_high=high)
+    b, theirs = gradient(whole, crossed_example, clip_low=low, clip_high=high)
+    torch.testing.assert_close(mine, theirs)
+    assert torch.equal(a.clipped_by, b.clipped_by) and a.clipped_by.any()
+    torch.testing.assert_close(a.log_ratio, b.log_ratio)
+
+
+RATIOS = {
+    "token": [2.0, 0.0, 0.5, 4.0],
+    "sequence": [4 ** (1 / 3)] * 4,
+    "segment": [2.0, 0.0, 2**0.5, 2**0.5],
+    "product": [4.0] * 4,
+    "none": [1.0] * 4,
+}
+
+
+"""Of one response of three tokens, ratios 2, 1/2 and 4, the first a turn of its own."""
+
+
+@pytest.mark.parametrize("weigh", RATIOS)
+@pytest.mark.parametrize("clip", RATIOS)
+@pytest.mark.parametrize("high", [0.2, 0.5, 2.5, 9.0])
+def test_a_token_weighs_what_its_row_says_and_is_clipped_by_what_its_column_says(weigh, clip, high):
+    """A = 1, and 1/3 per token."""
+    mask = torch.tensor([[True, False, True, True]])
+    logprobs = torch.tensor([[2.0, 7.0, 0.5, 4.0]], dtype=torch.float64).log().requires_grad_()
+    one = inputs(logprobs, torch.zeros(1, 4).double(), torch.ones(1).double(), mask)
+    output, found = gradient(crossed, one, weigh=weigh, clip=clip, clip_low=0.2, clip_high=high)
+    bounded, weight = (torch.tensor([RATIOS[level]], dtype=torch.float64) for level in (clip, weigh))
+    lost = mask & (bounded > 1 + high)
+    torch.testing.assert_close(found, -weight * (mask & ~lost) / 3, rtol=0, atol=1e-12)
+    assert torch.equal(output.clipped_by != 0, lost)
+    torch.testing.assert_close(output.log_ratio.exp()[mask], weight[mask], rtol=1e-12, atol=0)

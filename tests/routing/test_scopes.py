@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import threading
 from contextlib import ExitStack, nullcontext
 
@@ -304,7 +305,7 @@ def test_a_checkpoint_of_ones_own_is_not_recomputed_under_other_routes(tokens, h
     with pytest.raises(RoutingError, match="checkpointed layers were not backpropagated"), replay_routing(model, trace):
         _kept = loss(model, tokens)
     free = loss(model, tokens)
-    with pytest.raises(RoutingError, match="gate is recomputed in a replay block"), replay_routing(model, trace):
+    with pytest.raises(RoutingError, match="recomputed in a replay"), replay_routing(model, trace):
         (free + loss(model, tokens)).backward()
     assert not left_behind(model.model.layers[0].mlp.experts)
 
@@ -404,37 +405,17 @@ def steer_around_gate(mlp):
     mlp.gate = Around(mlp.gate, given=False)
 
 
-@pytest.mark.parametrize("steer", [steer_around, steer_around_gate])
-def test_ids_that_a_module_around_changes_are_refused(qwen, tokens, steer):
-    steer(qwen.model.layers[1].mlp)
-    with pytest.raises(RoutingError, match=r"layers.1.mlp.gate(\.inner)? chose other ids"):
-        record(qwen, tokens)
-
-
-def test_experts_that_layers_share_or_somebody_else_calls_are_none_of_our_business(qwen, tokens):
-    experts = qwen.model.layers[0].mlp.experts
-    for layer in qwen.model.layers:
-        layer.mlp.experts = experts
-    trace, _ = record(qwen, tokens)
-    with torch.no_grad(), record_routing(qwen) as recording:
-        qwen(tokens)
-        experts(torch.zeros(36, 32), torch.arange(2).repeat(36, 1), torch.ones(36, 2))
-    assert recording.trace(tokens) == trace
-
-
-def test_gradients_by_functions_are_recorded(qwen, tokens):
-    trace, _ = record(qwen, tokens)
-    weights = dict(qwen.named_parameters())
-    with record_routing(qwen) as recording:
-        torch.func.grad(lambda w: torch.func.functional_call(qwen, w, tokens).logits.logsumexp(-1).sum())(weights)
-    assert recording.trace(tokens) == trace
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("steer", [steer_hook, steer_in_place, steer_experts, steer_wrapper])
+@pytest.mark.parametrize(
+    "steer, inside",
+    [
+        *itertools.product([steer_hook, steer_in_place, steer_experts, steer_wrapper], [False, True]),
+        (steer_around, False),
+        (steer_around_gate, False),
+    ],
+)
 def test_ids_that_are_changed_on_their_way_to_the_experts_are_refused(qwen, tokens, steer, inside):
     trace, _ = record(qwen, tokens)
-    with pytest.raises(RoutingError, match="layers.1.mlp.gate chose other ids"), ExitStack() as scope:
+    with pytest.raises(RoutingError, match=r"layers\.1\.mlp\.gate.* chose"), ExitStack() as scope:
         if not inside:
             steer(qwen.model.layers[1].mlp)
         scope.enter_context(torch.no_grad())

@@ -108,17 +108,6 @@ def test_every_update_uses_the_recorded_routes_of_its_very_rows_and_recomputes_u
         assert not any(step["train"]["again"] for step in spy.steps)
 
 
-def test_the_shuffle_has_mixed_the_rows_and_both_paddings_occur(tmp_path):
-    """So that the test above would notice routes that stayed behind."""
-    trainer = ours(tmp_path, routing={**REPLAY, "measure_every": ONCE}, max_steps=2)
-    spy = Spy(trainer)
-    trainer.train()
-    step = spy.steps[0]
-    assert len({id(old) for _, old, _ in pairs(step["train"], step["old"])}) > 1  # rows of several scoring forwards
-    masks = torch.cat([old["mask"] for old in step["old"]])
-    assert not masks[:, 0].all() and not masks[:, -1].all()
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_under_replay_every_router_gets_a_gradient_from_the_policy(tmp_path, checkpointing):
     from transformers import TrainerCallback
@@ -346,14 +335,6 @@ def test_an_engine_that_reports_no_experts_is_an_error(tmp_path):
 
 
 # ---------------------------------------------------------------------- what cannot work is said
-def test_a_dense_model_is_refused(tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    _, tokenizer = tiny()
-    sizes = dict(vocab_size=48, hidden_size=32, num_hidden_layers=2, head_dim=8, intermediate_size=32)
-    config = AutoConfig.for_model("qwen3", **sizes, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(RoutingError, match="dense"):
-        ours(tmp_path, model=(AutoModelForCausalLM.from_config(config), tokenizer))
 
 
 @pytest.mark.parametrize(

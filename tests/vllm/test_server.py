@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -89,38 +87,6 @@ def test_pushes_over_a_shared_folder_are_checked_like_those_in_process(server, p
 
 def test_a_run_trains_on_conversations_of_the_weights_that_it_names(server, policy, tmp_path):
     check_lagged(engine_of(server, policy).engine, tmp_path, TRAINED.replace(stop=TRAINED.stop[:4]))
-
-
-def test_a_server_that_hangs_for_a_while_is_asked_again(server, policy):
-    engine = engine_of(server, policy, timeout=2.0, retries=4)
-    whole = engine.generate(PROMPTS[:4], 1, key=(7,), sampling=LONG)
-    server.signal(signal.SIGSTOP)
-    threading.Timer(3.0, server.signal, [signal.SIGCONT]).start()
-    started = time.monotonic()
-    assert all(map(same, whole, engine.generate(PROMPTS[:4], 1, key=(7,), sampling=LONG)))
-    assert time.monotonic() - started > 2.9, "the first tries timed out"
-
-
-def test_a_server_that_hangs_too_long_loses_nothing_already_received(server, policy, monkeypatch):
-    engine = engine_of(server, policy, concurrency=4, timeout=2.0, retries=0)
-    whole = engine_of(server, policy).generate(PROMPTS, 4, key=(8,), sampling=LONG)
-    before_request(20, engine, lambda: server.signal(signal.SIGSTOP), monkeypatch)
-    with pytest.raises(BatchIncomplete, match=r"no answer in 1 tries") as raised:
-        engine.generate(PROMPTS, 4, key=(8,), sampling=LONG)
-    server.signal(signal.SIGCONT)
-    kept = [n for n, rollout in enumerate(raised.value.rollouts) if rollout is not None]
-    assert 16 <= len(kept) < 20 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
-    engine.engine.client.timeout = 60.0
-    assert all(map(same, whole, engine.generate(PROMPTS, 4, key=(8,), sampling=LONG)))
-
-
-def test_a_prompt_that_the_server_refuses_leaves_the_others_alone(server, policy):
-    engine = engine_of(server, policy)
-    too_long = Prompt("", tokens=tuple(40 + i % 50 for i in range(300)))
-    with pytest.raises(BatchIncomplete, match="8 of 10 .*HTTP 400.*256") as raised:
-        engine.generate([*PROMPTS[:4], too_long], 2, key=(9,), sampling=LONG)
-    whole = engine_of(server, policy).generate(PROMPTS[:4], 2, key=(9,), sampling=LONG)
-    assert all(map(same, raised.value.rollouts[:8], whole)) and raised.value.rollouts[8:] == [None, None]
 
 
 class Job:
