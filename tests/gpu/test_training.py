@@ -13,7 +13,7 @@ from moe_rl.policies import hf
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.routing.router_noise import Noise
 from moe_rl.storage import frames
-from tests.conftest import build, perturb
+from tests.conftest import build
 from tests.gpu.conftest import DEVICE, DRY, DTYPES, NEEDS_GPU, on_device, short
 from tests.policies.test_hf import GRPO, make_batch, part_of
 from tests.policies.test_micro_batches import CLOSE
@@ -132,30 +132,3 @@ def test_a_budget_of_tokens_and_logits_in_pieces(family, monkeypatch):
         torch.testing.assert_close(new.entropy, old.entropy, **CLOSE)
         assert new.routes == old.routes and new.logprobs.device == batch.tokens.device
         torch.testing.assert_close(budgeted.gradient(part, GRPO), gradient, atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("replayed", [False, True])
-def test_activation_checkpointing_changes_no_weight(mode, replayed, dtype):
-    batch, found = make_batch(**BATCH), []
-    for checkpointing in (False, mode):
-        policy = policy_of(dtype=dtype, activation_checkpointing=checkpointing, micro_batch=5)
-        routes = policy.score(batch).routes if replayed else None
-        perturb(policy.model.cpu())
-        policy.model.to(DEVICE)
-        policy.update(part_of(batch, policy.score(batch, routes), routes), GRPO)
-        found.append(copied(policy))
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_saved_and_loaded_it_goes_on_bit_for_bit(dtype, tmp_path):
-    batch, policy = make_batch(**BATCH), policy_of(dtype=dtype)
-    policy.update(part_of(batch, policy.score(batch)), GRPO)
-    policy.save(tmp_path)
-    other = policy_of(dtype=dtype, seed=9)
-    other.load(tmp_path)
-    for one in (policy, other):
-        one.update(part_of(batch, one.score(batch)), GRPO)
-    assert_same(copied(policy), copied(other))

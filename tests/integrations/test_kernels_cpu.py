@@ -204,19 +204,6 @@ def test_outputs_and_gradients_are_transformers_own(family: str, tokens: torch.T
     assert all(torch.equal(new_gradients[name], again[1][name]) for name in expected)
 
 
-def test_transformers_that_knows_no_other_implementations_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As before 5.7: a name that it does not list is a ValueError."""
-    model = build("qwen3_moe")
-
-    def refuse(name: str) -> None:
-        raise ValueError(f'Specified `experts_implementation="{name}"` is not supported.')
-
-    monkeypatch.setattr(model, "set_experts_implementation", refuse)
-    norms = [module.forward for module in model.modules() if "Norm" in type(module).__name__]
-    assert not use_cpu_kernels(model) and model.config._experts_implementation == "grouped_mm"
-    assert norms == [module.forward for module in model.modules() if "Norm" in type(module).__name__]
-
-
 def test_it_says_when_it_stays_out_and_saves_no_trace(tmp_path) -> None:
     eager = build("qwen3_moe")
     eager.set_experts_implementation("eager")

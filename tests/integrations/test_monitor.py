@@ -547,25 +547,3 @@ def test_what_happens_between_two_rows_is_no_part_of_the_next(qwen, tokens, betw
     with monitor:
         pass
     assert monitor.row()["expert_change_rate"] == 0
-
-
-def counted(model, **probe):
-    """Which inputs of a probe count."""
-    monitor = moe_rl.monitor(model, probe=probe, since="start")
-    with monitor:
-        pass
-    perturb(model)
-    monitor.row()
-    return monitor._before.routes.attention_mask.tolist()
-
-
-PADDED = torch.tensor([[5, 0, 6, 0, 0], [0, 7, 8, 9, 4]])
-REAL = [[True, True, True, False, False], [False, True, True, True, True]]
-"""A 0 between real tokens is one of them."""
-
-
-def test_padding_that_the_mask_of_a_probe_names_does_not_count(qwen):
-    mask = torch.tensor(REAL)
-    assert counted(qwen, input_ids=PADDED, attention_mask=mask) == REAL
-    assert counted(qwen, input_ids=PADDED, attention_mask=mask, decides=torch.ones_like(mask)) == REAL
-    assert counted(qwen, input_ids=PADDED, attention_mask=torch.ones_like(mask)) == [[True] * 5] * 2

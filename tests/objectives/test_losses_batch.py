@@ -13,6 +13,7 @@ import torch
 from moe_rl.config import Arm
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.losses import LEVELS, LOSSES, clip_surrogate
+from moe_rl.objectives.weights import AGGREGATIONS
 from moe_rl.registry import Component
 from tests.objectives import peers
 from tests.objectives.examples import TIGHT, inputs, ranged, rewarded
@@ -54,7 +55,6 @@ def in_parts(loss, name, cut, **parts):
     batch = objective.attach_weights(batch)
     if "mini_batch" in objective.needs:
         batch = objective.attach_statistics(batch, logprobs, entropy)
-        assert batch.batch_statistics is not None and batch.batch_statistics.shape == batch.tokens.shape
     logprobs.requires_grad_()
     total, clipped_by = 0.0, torch.zeros(logprobs.shape)
     for rows in cut:
@@ -76,6 +76,25 @@ def test_how_a_mini_batch_is_cut_changes_nothing(loss, name):
         np.testing.assert_allclose(parts[0], whole[0], **TIGHT)
         np.testing.assert_allclose(parts[1], whole[1], **TIGHT)
         assert torch.equal(parts[2], whole[2])
+
+
+BANDS = (Component("masked", high=1.1), Component("rejected", high=1.01), "m2po", Component("vaco", bound=0.1))
+PARTS = [
+    *({"aggregate": Component(name, **({"horizon": 24} if "norm" in name else {}))} for name in AGGREGATIONS),
+    *({where: (part,)} for part in BANDS for where in ("corrections", "filters")),
+    {"corrections": ("truncated", Component("opsm", delta=-0.02))},
+    {"corrections": (Component("truncated", level="product", batch_normalized=True),)},
+]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_nor_does_it_with_other_weights(parts):
+    whole, bare = (in_parts("grpo", "holes-wide-0", [list(range(8))], **more) for more in (parts, {}))
+    assert "seq_mean_token_mean" in str(parts) or abs(whole[1] - bare[1]).max() > 1e-4, "the part did nothing"
+    for cut in CUTS:
+        found = in_parts("grpo", "holes-wide-0", cut, **parts)
+        np.testing.assert_allclose(found[0], whole[0], **TIGHT)
+        np.testing.assert_allclose(found[1], whole[1], **TIGHT)
 
 
 def keeps_early(x):

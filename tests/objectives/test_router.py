@@ -206,39 +206,6 @@ def test_a_term_is_its_equation_and_so_is_its_gradient(term):
     np.testing.assert_allclose(logits.grad, 0.3 * gradient, **RELATIVE)
 
 
-@pytest.mark.parametrize("term", [*TERMS, partial(load_balance, routes="replayed")])
-def test_how_a_mini_batch_is_cut_changes_nothing(term):
-    """Cut after two rows: parts given their rows of weights, and the load of all of it, add up."""
-    new, old, advantages, mask, after, before, real = example()
-    rng = np.random.default_rng(1)
-    other = torch.tensor(np.argsort(rng.normal(size=after.shape))[..., :K])
-    found = []
-    for cut in ([slice(None)], [slice(0, 2), slice(2, None)], [slice(i, i + 1) for i in range(6)]):
-        logits = torch.tensor(after, requires_grad=True)
-        x = inputs(new, old, advantages, mask)
-        whole = routers_of(logits, before, real, preferred=other)
-        total = 0.0
-        for rows in cut:
-            router = routers_of(
-                logits[rows],
-                before[rows],
-                real[rows],
-                weights=whole.weights[rows],
-                preferred=other[rows],
-                load=whole.loads(),
-            )
-            total = total + term(replace(some(x, rows), router=router), coef=1.0)
-        total.backward()
-        found.append((total.item(), logits.grad))
-    for value, gradient in found[1:]:
-        np.testing.assert_allclose(value, found[0][0], **RELATIVE)
-        np.testing.assert_allclose(gradient, found[0][1], **RELATIVE)
-
-
-def some(x, rows):
-    return replace(x, **{name: value[rows] for name, value in vars(x).items() if isinstance(value, torch.Tensor)})
-
-
 @pytest.mark.parametrize("term", TERMS)
 def test_what_routed_no_token_reaches_no_term(term):
     """Padding may hold anything; equal routers are 0 for the terms that compare."""
