@@ -61,19 +61,6 @@ def sampled(request):
     return Sampled(request.param), short(request.param)
 
 
-def test_the_same_forward_again_has_the_same_bits(sampled):
-    found, _ = sampled
-    again = found.scored("again")
-    assert torch.equal(again.logprobs, found.first.logprobs) and again.routes == found.first.routes
-
-
-def test_replaying_its_own_routes_has_the_same_bits(sampled):
-    found, _ = sampled
-    again = found.scored("again", found.first.routes)
-    assert torch.equal(again.logprobs, found.first.logprobs)
-    assert again.preferred == found.first.routes
-
-
 @pytest.mark.parametrize("way", ["rows permuted", "other micro-batch", "padded"])
 def test_scored_in_another_way(way, sampled, report):
     """Under replay no expert may differ, whatever the rounding; without, on a card, some do: how many is reported."""

@@ -11,7 +11,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.registry import Component
-from moe_rl.types import Batch
+from tests.objectives.examples import rewarded
 
 TURN = torch.tensor([[0, 1, 1, 0, 0, 2], [0, 1, 1, 1, 0, 0], [0, 1, 0, 2, 2, 0], [0, 1, 1, 0, 2, 0]])
 """0: prompt, environment, padding."""
@@ -19,20 +19,8 @@ REWARDS = torch.tensor([[0, 0, 0, 0, 0, 0.5], [0, 0, 0, 1.0, 0, 0], [0, 0, 0, 0,
 
 
 def batch(turn=TURN, rewards=REWARDS, prompt=(0, 0, 0, 1), turns=True):
-    mask, zeros = turn > 0, torch.zeros(turn.shape)
-    return Batch(
-        tokens=torch.zeros_like(turn),
-        attention_mask=torch.ones_like(mask),
-        response_mask=mask,
-        prompt_index=torch.tensor(prompt),
-        rollout_logprobs=zeros,
-        rewards=rewards.sum(1),
-        advantages=zeros,
-        old_logprobs=zeros,
-        finished=torch.ones(len(turn), dtype=torch.bool),
-        turn=turn if turns else None,
-        turn_rewards=rewards if turns else None,
-    )
+    further = {"turn": turn, "turn_rewards": rewards} if turns else {}
+    return rewarded(rewards.sum(1), prompt, turn > 0, **further)
 
 
 def of(*steps, b=None):
