@@ -1,5 +1,5 @@
 """`moe_rl.monitor(model)`: what routing does in anybody's trainer; `moe_rl.track` gives its rows to a tracker. All else
-is in the modules; nothing is imported here before it is asked for."""
+is in the modules; nothing is imported here before its first use."""
 
 from typing import TYPE_CHECKING, Any
 

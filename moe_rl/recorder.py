@@ -77,7 +77,7 @@ class Recorder:
         """Before the first update. `unconstrained` is the policy's scoring of the batch under the weights that training
         begins with, `split` the rows of every update's mini-batch, epoch after epoch."""
         self.step, self.batch, self.unconstrained, self.split = step, batch, unconstrained, split
-        if self.run.truncates and self.run.sampling_mask and batch.kept is None:
+        if self.run.truncates and self.run.sampling_mask and batch.kept_tokens is None:
             warnings.warn("the engine does not report what sampling kept: log-probs are over all tokens", stacklevel=2)
         self.lags = None if batch.sampled_at is None else step - 1 - batch.sampled_at
         """Steps between the weights that drew a response token and those of `unconstrained`."""
@@ -397,8 +397,9 @@ def batch_row(batch: Batch, unconstrained: Scored) -> Row:
         "response_tokens": batch.response_mask.sum(1).double().mean().item(),
         "truncated": (~batch.finished).double().mean().item(),
         "entropy": unconstrained.entropy[batch.response_mask].double().mean().item(),
-        **({} if batch.kept is None else {"kept_tokens": len(batch.kept.ids) / int(batch.response_mask.sum())}),
     }
+    if batch.kept_tokens is not None:
+        row["kept_tokens"] = len(batch.kept_tokens.ids) / int(batch.response_mask.sum())
     if batch.turn is not None:
         replies = batch.attention_mask & ~batch.response_mask & (batch.response_mask.cumsum(1) > 0)
         row |= {

@@ -173,7 +173,7 @@ class Rollout:
     """
     finished: bool
     """False when `max_new_tokens` cut it off, be it in a turn or because a reply would have left no room for one."""
-    kept: KeptTokens | None = None
+    kept_tokens: KeptTokens | None = None
     """Which tokens truncated sampling kept for each of its own; None where it did not truncate, or does not say."""
     routes: RoutingTrace | None = None
     """Routes the engine used, batch 1 and time len(prompt) + len(tokens) - 1: the last token was never an input."""
@@ -212,7 +212,7 @@ class Rollouts:
     """Routing that the engine reported."""
     sampled_at: Int[Tensor, "batch time"] | None = None
     """The step after which the weights were those that drew each response token; 0 outside the response."""
-    kept: KeptTokens | None = None
+    kept_tokens: KeptTokens | None = None
     """What truncated sampling kept: every log-prob and entropy is then over these tokens alone."""
 
     def __len__(self) -> int:

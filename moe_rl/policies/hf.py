@@ -326,7 +326,7 @@ class HFPolicy:
         """Log-probs and entropy of the response tokens, 0 elsewhere."""
         first = first_response(part)
         tokens, mask = part.tokens.to(self.device), part.response_mask.to(self.device)[:, first:]
-        sets = None if part.kept is None else part.kept.to(self.device).since(first)
+        sets = None if part.kept_tokens is None else part.kept_tokens.to(self.device).since(first)
         if in_pieces:
             outputs = log_probs_in_pieces(
                 self.model, tokens[:, :-1], tokens[:, first:], mask, self.temperature, entropy_gradient, sets
@@ -350,7 +350,9 @@ class HFPolicy:
         keep = tokens.shape[1] - first
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=keep).logits
         logits = logits.float() / self.temperature
-        return (logits if part.kept is None else part.kept.to(self.device).since(first).only(logits)).log_softmax(-1)
+        if part.kept_tokens is not None:
+            logits = part.kept_tokens.to(self.device).since(first).only(logits)
+        return logits.log_softmax(-1)
 
 
 def first_response(part: Rollouts) -> int:

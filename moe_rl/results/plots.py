@@ -215,9 +215,9 @@ def finish(figure: Figure, axes: list[Axes], note: str, legend: bool = True) -> 
             ax.set_ylabel("")
     if look.paper:
         _thin(figure)
-    whole: dict[Text, str] = {}
+    texts: dict[Text, str] = {}
     for _ in range(2 * bool(look.width)):  # what is broken leaves less room for the rest
-        _wrap(figure, whole)
+        _wrap(figure, texts)
     note = "" if look.paper else textwrap.fill(note, int(13 * figure.get_figwidth()))
     entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if legend and (entries or note):

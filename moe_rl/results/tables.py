@@ -127,7 +127,7 @@ def latex(frames: Frames, metrics: Sequence[str], arms: Sequence[str] = ()) -> s
     """Arms × metrics with intervals over seeds, for booktabs; the first line is a comment on n and method."""
     chosen = [metric(name) for name in metrics or (MAIN.name,)]
     frames, several = frames.of_arms(arms) if arms else frames, len(frames.conditions) > 1
-    head, rows, found = ["arm", *["condition"] * several, *(measured.name for measured in chosen)], [], list[Interval]()
+    head, rows, shown = ["arm", *["condition"] * several, *(measured.name for measured in chosen)], [], list[Interval]()
     for condition in frames.conditions:
         values = [per_run(frames.condition(condition), measured).dropna() for measured in chosen]
         for arm in arms or frames.runs["arm"].unique():
@@ -136,11 +136,11 @@ def latex(frames: Frames, metrics: Sequence[str], arms: Sequence[str] = ()) -> s
                 "$" + str(mean).removesuffix(" [–]").replace(" [", "\\ [") + "$" if mean else "--" for mean in means
             )
             rows.append(" & ".join([*map(_tex, [arm, *[condition] * several]), *cells]) + r" \\")
-            found += filter(None, means)
-    seeds = " to ".join(map(str, sorted({f(mean.n for mean in found) for f in (min, max)}))) if found else "0"
+            shown += filter(None, means)
+    seeds = " to ".join(map(str, sorted({f(mean.n for mean in shown) for f in (min, max)}))) if shown else "0"
     body = [" & ".join(map(_tex, head)) + r" \\", r"\midrule", *rows]
     columns = "l" * (1 + several) + "r" * len(chosen)
-    start = [f"% Means over n = {seeds} seeds. {_methods(found)}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
+    start = [f"% Means over n = {seeds} seeds. {_methods(shown)}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
     return "\n".join([*start, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
@@ -249,8 +249,8 @@ NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 def cautions(frames: Frames, declared: Mapping[str, Any]) -> str:
     """What this number of seeds cannot show, and the declared caution without its sentences on another number."""
     counts = frames.runs.groupby(["arm", "condition"]).size()
-    n, said = int(counts.min()), re.split(r"(?<=\.)\s+", declared["caution"])
-    true = [text for text in said if all(_count(m[1]) == n for m in SEEDS.finditer(text))]
+    n, sentences = int(counts.min()), re.split(r"(?<=\.)\s+", declared["caution"])
+    true = [text for text in sentences if all(_count(m[1]) == n for m in SEEDS.finditer(text))]
     few = f"{_seeds(n)}: no interval and no p-value. Run at least {FEWEST}."
     small = f"{_seeds(n)}: no p-value can be below {2.0 ** (1 - n):g}."
     return " ".join([*filter(None, true), *[few] * (n < FEWEST), *[small] * (FEWEST <= n < 6)])

@@ -130,7 +130,7 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         if rollout.sampled_at is not None:
             sampled_at[b, start:length] = rollout.sampled_at
     routes = [r.routes for r in rollouts if r.routes is not None]
-    sets = [r.kept for r in rollouts if r.kept is not None]
+    sets = [r.kept_tokens for r in rollouts if r.kept_tokens is not None]
     prompts = torch.tensor([len(r.prompt.tokens) for r in rollouts])
     written = attention_mask & (torch.arange(shape[1]) >= prompts[:, None])
     routed, conversed = len(routes) == len(rollouts), any(r.turns for r in rollouts)
@@ -145,7 +145,7 @@ def collate(rollouts: list[Rollout], prompt_index: list[int], rewards: list[floa
         turn=turn if conversed else None,
         turn_rewards=turn_rewards if conversed else None,
         rollout_routes=RoutingTrace.cat(routes, tokens, attention_mask, mixed=True) if routed else None,
-        kept=KeptTokens.stack(sets, written) if len(sets) == len(rollouts) else None,
+        kept_tokens=KeptTokens.stack(sets, written) if len(sets) == len(rollouts) else None,
         sampled_at=sampled_at if all(r.sampled_at is not None for r in rollouts) else None,
     )
 
@@ -359,6 +359,6 @@ def join_responses(first: Rollout, then: Rollout, text_of: Text, stop: tuple[str
         text=before_stop(text_of(tokens), stop),
         finished=then.finished or end is not None,
         routes=splice_routes(first, then, tokens),
-        kept=first.kept.joined(then.kept, end) if first.kept and then.kept else None,
+        kept_tokens=first.kept_tokens.joined(then.kept_tokens, end) if first.kept_tokens and then.kept_tokens else None,
         sampled_at=torch.cat([part for part in parts if part is not None])[:end],
     )

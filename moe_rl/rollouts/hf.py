@@ -244,7 +244,7 @@ class HFEngine:
                     logprobs=drawn.logprobs[b, :n],
                     text=text,
                     finished=finished[b],
-                    kept=kept_tokens[b],
+                    kept_tokens=kept_tokens[b],
                     routes=drawn.trace(b, slice(width - len(prompt.tokens), width + n - 1), recording),
                     turns=turns[b],
                 )
@@ -316,7 +316,7 @@ class CompletionBuffers:
     """Completion tokens so far."""
     finished: Bool[Tensor, " rows"]
     routes: Integer[Tensor, "rows time moe_layer k"] | None
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    kept_ids: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of every position in turn: the row and the id of each token that truncated sampling kept."""
 
     @staticmethod
@@ -358,19 +358,19 @@ class CompletionBuffers:
     def keep_tokens(self, rows: Int[Tensor, " rows"], may_be_drawn: Bool[Tensor, "rows vocabulary"]) -> None:
         """Store what truncated sampling kept at the next position of these rows."""
         row, token = may_be_drawn.nonzero(as_tuple=True)
-        self.kept.append((rows[row], token.int()))
+        self.kept_ids.append((rows[row], token.int()))
 
     def kept_tokens(self) -> Sequence[KeptTokens | None]:
         """What was kept at every token of each row; None where nothing was stored."""
-        if not self.kept:
+        if not self.kept_ids:
             return [None] * len(self.tokens)
-        counts = torch.stack([row.bincount(minlength=len(self.tokens)) for row, _ in self.kept], 1).int()
-        order = torch.cat([row for row, _ in self.kept]).argsort(stable=True)
-        return KeptTokens(torch.cat([token for _, token in self.kept])[order], counts).each(self.lengths.tolist())
+        counts = torch.stack([row.bincount(minlength=len(self.tokens)) for row, _ in self.kept_ids], 1).int()
+        order = torch.cat([row for row, _ in self.kept_ids]).argsort(stable=True)
+        return KeptTokens(torch.cat([token for _, token in self.kept_ids])[order], counts).each(self.lengths.tolist())
 
     def cpu(self) -> CompletionBuffers:
         buffers: dict[str, Any] = {name: x.cpu() for name, x in vars(self).items() if isinstance(x, Tensor)}
-        buffers["kept"] = [(row.cpu(), token.cpu()) for row, token in self.kept]
+        buffers["kept_ids"] = [(row.cpu(), token.cpu()) for row, token in self.kept_ids]
         return replace(self, **buffers | {"tokens": buffers["tokens"].to(torch.int32)})
 
     def trace(self, row: int, time: slice, recording: Recording | None) -> RoutingTrace | None:

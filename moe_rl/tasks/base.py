@@ -133,7 +133,7 @@ def ask(task: AnyTask, count: int, seed: int) -> list[Prompt]:
 def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) -> list[Prompt]:
     """The first `count` prompts of `task` under `seed` whose text is not in `excluding`. Texts may repeat.
 
-    The task is asked for up to 64 times as many prompts. Raises ConfigError where these are not enough.
+    The task makes up to 64 times as many prompts. Raises ConfigError where these are not enough.
     """
     if count < 1:
         raise ConfigError(f"{count} prompts were requested. Request at least 1.")
@@ -238,8 +238,8 @@ def rewards_of(
     what that gives to all of them. `ids`: their tokens. Raises ConfigError unless each is a number in [0, 1]."""
     score = getattr(task, "score", None)
     pairs = [*zip(prompts, completions, strict=True)]
-    given = score(prompts, completions, ids or [None] * len(pairs)) if score else [task.reward(*pair) for pair in pairs]
-    return [_checked(task, reward, *pair) for reward, pair in zip(given, pairs, strict=True)]
+    values = score(prompts, completions, ids or [None] * len(pairs)) if score else [task.reward(*p) for p in pairs]
+    return [_checked(task, reward, *pair) for reward, pair in zip(values, pairs, strict=True)]
 
 
 def _checked(task: Task, reward: Any, prompt: Prompt, completion: str) -> float:

@@ -38,8 +38,8 @@ class JsonlTask:
         reward_range: Sequence[float] = (0.0, 1.0),
         reward_timeout: Positive | None = None,
     ) -> None:
-        options, given = (rewards, reward_weights, reward_range, reward_timeout), [*rewards, *filter(None, [reward])]
-        if given and match != "exact" or reward and rewards or not given and options != ((), None, (0.0, 1.0), None):
+        options, calls = (rewards, reward_weights, reward_range, reward_timeout), [*rewards, *filter(None, [reward])]
+        if calls and match != "exact" or reward and rewards or not calls and options != ((), None, (0.0, 1.0), None):
             raise ConfigError(
                 f"task 'jsonl:{file}': match={match!r}, reward={reward!r}, rewards={rewards!r}. Set one of the three. "
                 "Weights, a range and a time limit need reward or rewards."
@@ -66,7 +66,7 @@ class JsonlTask:
         if not self.lines:
             raise ConfigError(f'{path} contains no line such as {{"question": "1+1=", "answer": "2"}}')
         keys = dict.fromkeys(key for prompt in self.lines for key in prompt.entry)
-        self._own = Functions(given, *options[1:], keys) if given else None
+        self._own = Functions(calls, *options[1:], keys) if calls else None
 
     def __len__(self) -> int:
         """The number of different questions."""

@@ -30,7 +30,7 @@ class Mixture:
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
         """`count` prompts, whose tasks are drawn from `seed`, too. Raises ConfigError for a task that returns fewer
-        prompts than it is asked for."""
+        prompts than requested."""
         rng = random.Random(derive(seed % 2**32, seed >> 32, 0))
         kinds = [rng.randrange(len(self.tasks)) for _ in range(count)]
         drawn = []

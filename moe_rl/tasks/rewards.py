@@ -77,7 +77,7 @@ class Functions:
         scores = {column: call(**keywords) for column, _, call in self.parts}
         rewards, (low, high) = [], self.span
         for i, text in enumerate(completions):
-            parts = {column: None if given[i] == LATE else given[i] for column, given in scores.items()}
+            parts = {column: None if returned[i] == LATE else returned[i] for column, returned in scores.items()}
             weighed = [weight * value for column, weight, _ in self.parts if (value := parts[column]) is not None]
             total = math.fsum(weighed) if weighed else low
             if not low - ROUNDING <= total <= high + ROUNDING:
@@ -85,7 +85,7 @@ class Functions:
                     f"{', '.join(self.names)} gave {total:g} for {text[:80]!r}, prompt {prompts[i].text[:80]!r}. "
                     f"Set task.reward_range, now {[low, high]}, to the range of all sums. The highest is right."
                 )
-            late = {TIMEOUTS: float(sum(given[i] == LATE for given in scores.values()))} if self.timeout else {}
+            late = {TIMEOUTS: float(sum(returned[i] == LATE for returned in scores.values()))} if self.timeout else {}
             rewards.append(Reward(min(max((total - low) / (high - low), 0.0), 1.0)))
             rewards[i].parts = parts | late
         if none := sum(all(value is None for value in map(r.parts.get, scores)) for r in rewards):
@@ -95,7 +95,7 @@ class Functions:
 
 class Limited:
     """A function in a process of its own, which a call beyond the limit ends; the next call starts another. What was
-    asked in that call is asked one by one, and LATE is what exceeds the limit again."""
+    asked in that call is repeated one by one, and LATE is what exceeds the limit again."""
 
     pool: Any = None
 
@@ -136,14 +136,14 @@ def _call(name: str, **keywords: Any) -> Scores:
     """What a function gives. Raises ConfigError for anything but as many numbers or None as there are completions."""
     function, count = import_callable("reward", name), len(keywords["completions"])
     state = "trainer_state" in inspect.signature(function).parameters
-    given = function(**keywords, **({"trainer_state": None} if state else {}))
-    given = asyncio.run(given) if inspect.iscoroutine(given) else given
-    if isinstance(given, str | Mapping | Set) or not isinstance(given, Iterable) or len(given := [*given]) != count:
+    scores = function(**keywords, **({"trainer_state": None} if state else {}))
+    scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
+    if isinstance(scores, str | Mapping | Set) or not isinstance(scores, Iterable) or len(scores := [*scores]) != count:
         raise ConfigError(
-            f"{name} returned {given!r:.160}. Return a list of {count}, one number or None per completion."
+            f"{name} returned {scores!r:.160}. Return a list of {count}, one number or None per completion."
         )
-    values = [None if score is None else as_number(score) for score in given]
-    for score, value, completion in zip(given, values, keywords["completions"], strict=True):
+    values = [None if score is None else as_number(score) for score in scores]
+    for score, value, completion in zip(scores, values, keywords["completions"], strict=True):
         if value is not None and not math.isfinite(value):
             raise ConfigError(
                 f"{name} returned {score!r:.80} for {completion!r:.160}. Return a finite number, or None."
@@ -164,10 +164,10 @@ def _check(name: str, keys: Collection[str]) -> None:
     if taken := OURS & {*keys}:
         raise ConfigError(f"the data has the key {min(taken)!r}, which is a keyword of every reward. Rename the key.")
     parameters = inspect.signature(import_callable("reward", name)).parameters.values()
-    given, kinds = {*keys, *OURS, "completion_ids"} - {"prompt", "completion"}, {p.kind for p in parameters}
+    names, kinds = {*keys, *OURS, "completion_ids"} - {"prompt", "completion"}, {p.kind for p in parameters}
     needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    if not needed <= given or inspect.Parameter.POSITIONAL_ONLY in kinds or inspect.Parameter.VAR_KEYWORD not in kinds:
+    if not needed <= names or inspect.Parameter.POSITIONAL_ONLY in kinds or inspect.Parameter.VAR_KEYWORD not in kinds:
         raise ConfigError(
-            f"the reward {name} must take **kwargs and, by keyword, only {', '.join(sorted(given))}, as for TRL. Write "
+            f"the reward {name} must take **kwargs and, by keyword, only {', '.join(sorted(names))}, as for TRL. Write "
             f"def {name.rpartition(':')[2]}(completions, answer, **kwargs), which returns a list."
         )

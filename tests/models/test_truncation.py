@@ -89,13 +89,13 @@ def test_engine_and_policy_agree_on_sets_log_probs_and_entropy(model, tokenizer,
         scored = policy.score(batch)
         assert (scored.logprobs - batch.rollout_logprobs).abs().max() < 2e-5
         assert scored.entropy.isfinite().all()
-    off = policy.score(replace(batch, kept=None)).logprobs - batch.rollout_logprobs
+    off = policy.score(replace(batch, kept_tokens=None)).logprobs - batch.rollout_logprobs
     assert off.max() < 2e-5 and off.min() < -0.05, "over the whole vocabulary a token has less"
     for r in rollouts:
         whole = torch.tensor([r.prompt.tokens + r.tokens])
         with torch.no_grad():
             logits = model(input_ids=whole).logits[0, len(r.prompt.tokens) - 1 : -1] / 0.7
-        sets = [sorted(ids.tolist()) for ids in r.kept.ids.split(r.kept.counts.tolist())]
+        sets = [sorted(ids.tolist()) for ids in r.kept_tokens.ids.split(r.kept_tokens.counts.tolist())]
         assert sets == [slow(row, **truncation) for row in logits]
         by_hand = [(row[t] - row[ids].logsumexp(0)).item() for row, t, ids in zip(logits, r.tokens, sets, strict=True)]
         assert r.logprobs.tolist() == pytest.approx(by_hand, abs=2e-5)
@@ -112,8 +112,8 @@ def test_a_set_of_all_tokens_changes_no_bit(model, tokenizer):
     plain, batch = sampled(HFEngine(model, tokenizer), {})
     neutral, same = sampled(HFEngine(model, tokenizer), {"top_p": 1.0, "top_k": 0, "min_p": 0.0})
     everything, full = sampled(HFEngine(model, tokenizer), {"top_k": 20})
-    assert batch.kept is same.kept is None and all(r.kept is None for r in neutral)
-    assert full.kept is not None and int(full.kept.counts.sum()) == 20 * int(batch.response_mask.sum())
+    assert batch.kept_tokens is same.kept_tokens is None and all(r.kept_tokens is None for r in neutral)
+    assert full.kept_tokens is not None and int(full.kept_tokens.counts.sum()) == 20 * int(batch.response_mask.sum())
     policy = policy_of(model, temperature=0.7)
     for other in (same, full):
         assert torch.equal(batch.tokens, other.tokens)
@@ -138,7 +138,7 @@ def test_gradients_are_those_of_log_probs_over_the_kept_set(tokenizer, in_pieces
     loss = torch.zeros(())
     for r, advantage in zip(rollouts, advantages.amax(1) + advantages.amin(1), strict=True):
         logits = one(input_ids=torch.tensor([r.prompt.tokens + r.tokens])).logits[0, len(r.prompt.tokens) - 1 : -1]
-        ids = r.kept.ids.long().split(r.kept.counts.tolist())
+        ids = r.kept_tokens.ids.long().split(r.kept_tokens.counts.tolist())
         for row, token, kept_ids in zip(logits, r.tokens, ids, strict=True):
             loss = loss - advantage * (row[token] - row[kept_ids].logsumexp(0)) / int(batch.response_mask.sum())
     one.zero_grad()
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_log_probs_over_the_kept_set(tokenizer, in_pieces
 
 def test_without_its_mask_nothing_is_kept_and_the_trainer_is_off(model, tokenizer):
     _, batch = sampled(HFEngine(model, tokenizer), {"top_p": 0.6}, keep_mask=False)
-    assert batch.kept is None
+    assert batch.kept_tokens is None
     off = batch.rollout_logprobs - policy_of(model, temperature=0.7).score(batch).logprobs
     assert off.min() > -2e-5 and off.max() > 0.3, "log Σ π(kept) at every token, which is below 0"
 

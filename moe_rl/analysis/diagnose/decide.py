@@ -177,7 +177,7 @@ def explains(fit: Fit, evidence: Evidence) -> bool:
 def beats(fit: Fit, other: Fit, noise: float) -> bool:
     """Whether a fit leaves less than another one by APART, at the upper end of the interval, and also without the tenth
     of the responses, one at least, in which it gains most: a tie between experts moves one token and those after it,
-    and any fit may undo it. Tokens stand in for responses where there is one response."""
+    and any fit may undo it. Tokens count as responses where there is one response."""
     a, b = (np.maximum(x.size, noise) for x in (fit, other))
     if np.ptp(fit.owner):
         a, b = average(a, fit.owner), average(b, fit.owner)
