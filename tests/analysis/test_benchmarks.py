@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
 
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
-from rich.console import Console
 
-from moe_rl.analysis.benchmarks import of_problems, print_evaluation, summarise
+from moe_rl.analysis.benchmarks import of_problems, summarise
 
 
 def rows(rewards: dict[str, list[list[float]]], votes=None, benchmark: str = "aime") -> pd.DataFrame:
@@ -87,16 +85,6 @@ def test_none_solved_is_not_certainly_none():
     """Resampling zeros gives zeros; the exact interval of 0 in 30 ends at 1 − 0.025^(1/30)."""
     found = summarise(rows({"a": [[0, 0]] * 30})).set_index("metric").loc["avg@2"]
     assert (found["mean"], found["low"]) == (0, 0) and found["high"] == pytest.approx(1 - 0.025 ** (1 / 30))
-
-
-def test_a_table_names_every_checkpoint_and_hostile_names_are_text():
-    names = [f"runs/x/[red]{name}" for name in ("a", "b", "c")]
-    rewards = [[0, 1]] * 3, [[1, 0], [0, 0], [1, 1]], [[1, 1]] * 3
-    summary = summarise(rows(dict(zip(names, rewards, strict=True)), benchmark="$x$"))
-    console = Console(width=100, record=True, file=io.StringIO())
-    print_evaluation(console, summary)
-    text = console.export_text()
-    assert [text.count(f" [red]{name} ") for name in "abc"] == [5] * 3 and "avg@2" in text and "$x$" in text
 
 
 def test_benchmarks_are_apart_and_a_runs_own_table_goes_by_step():

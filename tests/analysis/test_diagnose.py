@@ -14,14 +14,10 @@ from moe_rl.analysis.diagnose.locations import locate_gap
 from moe_rl.analysis.diagnose.report import tabulate_fits, write_page
 from moe_rl.analysis.diagnose.responses import Rollouts, count_turns, hash_sets
 from moe_rl.analysis.diagnose.scopes import (
-    cast_to,
     change_routers,
     change_weights,
-    make_runnable,
-    select_routers,
-    take_weights,
 )
-from moe_rl.routing import layout_of, record_routing
+from moe_rl.routing import layout_of
 from tests.benchmarks.broken_engines import (
     LISTED,
     STRANGE,
@@ -148,30 +144,6 @@ def test_rounding_of_another_dtype_is_no_excuse_for_an_engine_in_the_trainers(dt
     assert found.causes in ([("unexplained",)] if fault else [("dtype",), ("rounding",)])  # by its processor
 
 
-def test_a_prompt_in_common_makes_no_swap_and_hides_none(engine):
-    qwen, draw = engine("qwen3_moe"), np.random.default_rng(0)
-    group = qwen.honest(asked=[qwen.asked[0]] * 8)
-    start = group[0]["prompt_length"] - 1
-
-    def spoil(e):
-        rows = e["routes"].copy()
-        rows[start:] = draw.random((*rows[start:].shape[:2], 8)).argsort(-1)[..., :2]
-        return e | {"routes": rows}
-
-    assert answer(qwen, list(map(spoil, group))).causes == ("unexplained",)
-    size = max({len(e["tokens"]) for e in group}, key=[len(e["tokens"]) for e in group].count)
-    same = [e for e in group if len(e["tokens"]) == size]
-    rolled = [e | {"routes": other["routes"]} for e, other in zip(same, same[1:] + same[:1], strict=True)]
-    assert answer(qwen, rolled).causes == ("swapped_responses",)
-
-
-def test_a_few_tokens_name_nothing(engine):
-    qwen = engine("qwen3_moe")
-    e = without(broken("unknown_weights", qwen))[0]
-    short = e | {"tokens": e["tokens"][: e["prompt_length"] + 1], "logprobs": e["logprobs"][:1]}
-    assert answer(qwen, [short]).causes == ("few_tokens",)
-
-
 def test_missing_routes_are_no_fault(engine):
     qwen = engine("qwen3_moe")
     found = answer(qwen, [e | {"routes": np.full_like(e["routes"], -1)} for e in qwen.honest()])
@@ -197,31 +169,6 @@ def test_every_hypothesis_leaves_the_model_as_it_was(engine):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules.values())
 
 
-def test_a_scope_does_what_it_is_named_after(engine):
-    qwen = engine("qwen3_moe")
-    model, tokens = qwen.model, torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        unconstrained = model(tokens).logits
-        with change_weights(select_routers, torch.zeros_like)(model), record_routing(model, scores=True) as recording:
-            model(tokens)
-            assert torch.allclose(recording.scores(1).gates, torch.tensor(0.5)), "equal logits, equal weights"
-        with change_routers(lambda spec: setattr(spec.module, "top_k", 3))(model):
-            assert layout_of(model).top_k == 3
-        with cast_to(torch.bfloat16)(model) as twin:
-            assert twin(tokens).logits.dtype == torch.bfloat16 and model(tokens).logits.dtype == torch.float32
-        with take_weights(qwen.older(), lambda n: n.startswith("lm_head."))(model):
-            assert model.lm_head.weight is not model.model.embed_tokens.weight
-        assert torch.equal(model(tokens).logits, unconstrained)
-
-
-def test_experts_too_narrow_for_grouped_products_run_one_by_one():
-    """Rows of 6 numbers are never a multiple of 16 bytes."""
-    narrow = Engine("qwen3_moe", count=2, moe_intermediate_size=6)
-    with make_runnable(narrow.model) as model, torch.no_grad():
-        assert torch.isfinite(model(torch.tensor([[5, 6, 7]])).logits).all()
-    assert narrow.model.config._experts_implementation == "grouped_mm"
-
-
 def test_a_forward_that_fails_or_overflows_is_a_note(engine):
     scorer = scorer_of(engine("qwen3_moe"), engine("qwen3_moe").honest())
     head = engine("qwen3_moe").model.lm_head.weight
@@ -231,14 +178,6 @@ def test_a_forward_that_fails_or_overflows_is_a_note(engine):
     assert ["head of NaN" in scorer.skipped[0], "top 99" in scorer.skipped[1]] == [True, True]
     again = scorer.score_under(Hypothesis("dtype", "as it is")).logprobs[STATED]
     assert again.tolist() == scorer.unconstrained.logprobs[STATED].tolist()
-
-
-def test_a_lone_token_has_no_neighbour_to_be_off_by_one_from(engine):
-    """All but the last token are an environment's: there the shifted reading is the unconstrained one, bit for bit."""
-    entries = [e | {"logprobs": [None] * (len(e["logprobs"]) - 1) + [-1.0]} for e in engine("qwen3_moe").honest()]
-    scorer = scorer_of(engine("qwen3_moe"), without(entries))
-    shifts = [fit for fit in scorer.compare_readings() if fit.causes == ("logprob_shift",)]
-    assert [fit.kl.tolist() for fit in shifts] == [scorer.base.kl.tolist()] * 2
 
 
 # ---------------------------------------------------------------------- numbers and places

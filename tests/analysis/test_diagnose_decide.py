@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_rl.analysis.diagnose.causes import CAUSES, describe, list_remedies
 from moe_rl.analysis.diagnose.decide import Evidence, Fit, beats, brings_nearer, compute_left, decide
 
 OWNER = np.repeat(np.arange(10), 10)
@@ -186,15 +185,3 @@ def test_a_gap_of_nats_over_few_tokens_is_not_rounding(tokens):
     base = Fit("", np.linspace(1, 3, tokens), owner)
     decision = decide(Evidence(base, Fit("", np.full(tokens, ROUNDING), owner), 1e-9))
     assert decision.kind == ("few_tokens" if tokens < 8 else "unexplained")
-
-
-def test_few_tokens_name_nothing():
-    few = Fit("", np.full(7, 1.0), np.zeros(7, int))
-    exact = Fit("", np.zeros(7), np.zeros(7, int), ("top_k",))
-    rounding = Fit("", np.full(7, 0.01), np.zeros(7, int))
-    assert decide(Evidence(few, rounding, 1e-9, [exact])).kind == "few_tokens"
-
-
-def test_every_cause_has_a_sentence_and_a_remedy():
-    assert all(cause.remedy and describe(name, "x")[0].isupper() for name, cause in CAUSES.items())
-    assert list_remedies(()) == ("Nothing.",) and len(list_remedies(("bos", "special_tokens"))) == 1

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from moe_rl import cli
-from moe_rl.analysis.diagnose import diagnose
 from moe_rl.analysis.diagnose.responses import Rollouts
 from moe_rl.errors import ConfigError
 from moe_rl.models.load import save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.routing import layout_of
-from tests.benchmarks.broken_engines import LISTED, STRANGE, Engine, without
+from tests.benchmarks.broken_engines import LISTED, STRANGE, Engine
 
 
 @pytest.fixture(scope="module")
@@ -73,37 +72,22 @@ ROWS = [[[0, 1]] * 4] * 3
     [
         ({"logprobs": [-1.0, float("nan")]}, "nan"),
         ({"logprobs": [-1.0, 0.5]}, "0.5"),
-        ({"logprobs": [-1.0, True]}, "True"),
         ({"logprobs": [-1.0]}, "1 log-probs"),
         ({"logprobs": [None, None]}, "log-prob"),
-        ({"logprobs": "ab"}, "'ab'"),
-        ({"logprobs": None}, "logprobs"),
         ({"tokens": [5, 6], "logprobs": []}, "2 of 2 tokens"),
         ({"temprature": 0.7}, "'temprature'"),
-        ({"prompt_length": 0, "logprobs": [-1.0] * 4}, "prompt"),
-        ({"prompt_length": "2"}, "'2'"),
-        ({"prompt_length": None}, "prompt_length"),
         ({"tokens": [5, 6, 7, 48]}, "48"),
-        ({"tokens": [5, 6, 7, -1]}, "-1"),
-        ({"tokens": "5678"}, "'5678'"),
         ({"tokens": None}, "no response"),
         ({"tokens": None, "prompt": "ab", "response": "cd", "logprobs": [-1.0] * 9}, "9 log-probs"),
-        ({"temperature": 0}, "temperature: 0"),
-        ({"top_p": 1.5}, "1.5"),
-        ({"cached_tokens": -1}, "-1"),
         ({"routes": [[[0, 8]] * 4] * 3}, r"\[0, 8\]"),
         ({"routes": (np.array(ROWS) + 1 + 6 * (np.arange(3) == 2)[:, None, None]).tolist()}, "from 1"),
         ({"routes": [[[0, 1]] * 6] * 3}, "6"),
         ({"routes": ROWS[:1]}, "3 rows"),
-        ({"routes": "!!"}, "base64"),
         ({"routes": ROWS, "gates": [[[0.5]]]}, "gates"),
-        ({"routes": ROWS, "gates": {"data": "AAAA", "dtype": "f4,((("}}, "rollout 1"),
-        ({"routes": ROWS, "routes_start": "a"}, "'a'"),
-        ({"routes": "AAAA", "routes_dtype": 8}, "8"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_value(engine, line, value):
-    with pytest.raises(ConfigError, match=f"rollout 1: .*{value}" if value != "rollout 1" else value):
+    with pytest.raises(ConfigError, match=f"rollout 1: .*{value}"):
         read(engine, [GOOD | line])
     assert read(engine, [GOOD]).count == 1
 
@@ -111,14 +95,9 @@ def test_a_bad_line_is_refused_with_its_value(engine, line, value):
 @pytest.mark.parametrize(
     ("words", "value"),
     [
-        (["none.jsonl", "step"], "none.jsonl"),
         (["empty.jsonl", "step"], "empty"),
         (["cut.jsonl", "step"], "line 1"),
-        (["good.jsonl", "none"], "none"),
         (["good.jsonl", "qwen3_moe-tiny"], "preset"),
-        (["good.jsonl", "step", "--responses", "0"], "--responses 0"),
-        (["good.jsonl", "step", "--dtype", "int7"], "int7"),
-        (["good.jsonl", "step", "--router-dtype", "int4"], "int4"),
         (["good.jsonl", "step", "--engine-dtype", "int8"], "int8"),
         (["good.jsonl", "step", "--out", "."], "--out ."),
     ],
@@ -158,19 +137,3 @@ def test_a_prompt_as_text_has_one_bos_and_no_end(engine, text):
     lines = [{"prompt": text, "response": "c", "logprobs": [-1.0]}]
     (response,) = read(engine, lines, vocabulary=258, tokenizer=tokenizer).responses
     assert response.tokens == (257, 97, 98, 99) and response.prompt == 3
-
-
-def test_a_gap_of_texts_has_a_note_on_their_split(engine):
-    """Of ids the same gap has none."""
-    other = without(STRANGE["unknown_weights"].make(engine))
-    texts = [
-        {
-            "prompt": engine.tokenizer.decode(e["tokens"][: e["prompt_length"]]),
-            "response": "".join(chr(t) for t in range(len(e["logprobs"]))),
-            "logprobs": e["logprobs"],
-        }
-        for e in other
-    ]
-    for entries, noted in ((other, False), (texts, True)):
-        found = diagnose(entries, engine.model, tokenizer=engine.tokenizer)
-        assert found.causes == ("unexplained",) and any("split" in note for note in found.notes) is noted

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pandas as pd
@@ -67,19 +66,8 @@ def load(path: Path):
 
 
 def command(there: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "checkpoint",
-        "evaluate",
-        str(there / "run"),
-        "--data",
-        str(there / "aime.jsonl"),
-        "--data",
-        str(there / "math.jsonl"),
-        "--out",
-        str(out),
-        *SETTINGS,
-        *more,
-    ]
+    words = f"{there}/run --data {there}/aime.jsonl --data {there}/math.jsonl --out {out}".split()
+    return ["checkpoint", "evaluate", *words, *SETTINGS, *more]
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +85,8 @@ def test_three_checkpoints_of_a_run_are_a_curve(done, there):
     rows, summary = (pd.read_parquet(done / f"{name}.parquet") for name in ("evaluations", "summary"))
     assert len(rows) == 3 * (5 + 3) * (4 + 1) and rows["step"].unique().tolist() == [5, 10, 20]
     assert rows["reward"].isin([0, 1]).all() and (rows[rows["step"] == 5].groupby("problem")["reward"].max() == 1).all()
-    assert set(summary["metric"]) == {
-        "avg@4",
-        "pass@2",
-        "pass@4",
-        "maj@4",
-        "greedy",
-        "reward",
-        "response_tokens",
-        "truncated",
-    }
+    shares = {"avg@4", "pass@2", "pass@4", "maj@4", "greedy", "truncated"}
+    assert set(summary["metric"]) == shares | {"reward", "response_tokens"}
     of = rows[(rows["benchmark"] == "aime") & (rows["step"] == 10) & (rows["sample"] > 0)]
     found = summary.set_index(["benchmark", "checkpoint", "metric"])
     at = ("aime", of["checkpoint"].iloc[0])
@@ -205,15 +185,11 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
 @pytest.mark.parametrize(
     "more, said",
     [
-        ([], "--data"),
         (["--task", "running_sums"], "--problems"),
         (["--data", "aime.jsonl", "--problems", "6"], "--problems 6"),
         (["--data", "aime.jsonl", "--data", "aime.jsonl"], "given twice"),
-        (["--data", "nothing.jsonl"], "file not found"),
-        (["--data", "aime.jsonl", "-k", "0"], "at least one"),
         (["--data", "aime.jsonl", "--max-tokens", "2000"], "max_position_embeddings"),
         (["--data", "aime.jsonl", "--set", "temperature=0"], "temperature=0: "),
-        (["--data", "aime.jsonl", "--set", "top_pp=1"], "no setting"),
         (["--task", "corrected_sums", "--problems", "2", "--set", "task.digits=3"], "--set task.digits"),
         (["--data", "aime.jsonl", "--set", "model.name=other"], "--set model.name"),
     ],
@@ -272,17 +248,6 @@ def test_a_folder_has_the_rewards_of_one_scorer(there, own, capsys):
     assert contents(out) == before
     said = json.loads((out / "evaluation.json").read_text())
     assert set(said["benchmarks"]["Scored"]["inputs"]) == {"own_scored"}
-
-
-def test_other_versions_of_a_scoring_package_add_nothing_to_a_folder(there, tmp_path, monkeypatch, capsys):
-    first, second = map(str, sorted((there / "run" / "checkpoints").iterdir())[:2])
-    rest = ["--data", str(there / "math.jsonl"), "-k", "2", "--max-tokens", "3", "--out", str(tmp_path / "out")]
-    assert cli.main(["checkpoint", "evaluate", first, *rest]) == 0
-    real = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == "math-verify" else real(name))
-    assert cli.main(["checkpoint", "evaluate", first, *rest]) == 0, "which adds nothing"
-    assert cli.main(["checkpoint", "evaluate", first, second, *rest]) == 2
-    assert "scorers" in capsys.readouterr().err
 
 
 def test_a_run_evaluates_by_the_same_code(there):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import math
 import random
@@ -20,7 +19,6 @@ from rich.console import Console
 from moe_rl import cli
 from moe_rl.analysis.checkpoints import measure, traces
 from moe_rl.analysis.checkpoints.measure import Comparison, make_series, measure_volatility
-from moe_rl.analysis.checkpoints.report import print_report
 from moe_rl.analysis.checkpoints.tables import RATIOS
 from moe_rl.analysis.checkpoints.texts import Texts
 from moe_rl.analysis.folders import checkpoints_of, step_of
@@ -28,7 +26,6 @@ from moe_rl.config import ModelConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.load import load, no_progress_bars, save_checkpoint
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
-from moe_rl.storage.lock import Held, Lock
 from tests.conftest import perturb
 
 LINES = 40
@@ -109,14 +106,6 @@ def test_the_tables_say_what_a_loop_over_single_lines_says(there, frames):
     assert np.allclose(found, [per_line[line] for line in found.index]) and len(found) == LINES
 
 
-def test_tables_agree_with_each_other(frames):
-    summary = frames["summary"].set_index("metric")["response"]
-    found, tokens = frames["responses"], summary["tokens"]
-    assert found["tokens"].sum() == tokens
-    for name in ("expert_change_rate", "any_layer_change", "layers_changed"):
-        assert np.average(found[name], weights=found["tokens"]) == pytest.approx(summary[name])
-
-
 def test_equal_weights_change_nothing_and_so_does_other_company(there, tmp_path, frames):
     same = compare(there, tmp_path / "same", after="before")["summary"].set_index("metric")
     counts = ["tokens", "unknown_rows", "router_shift_ratio"]
@@ -132,17 +121,8 @@ def test_routers_without_finite_scores_are_named_and_not_compared(there, tmp_pat
     loaded.model.model.layers[1].mlp.gate.weight.data.fill_(math.nan)
     save_checkpoint(loaded.model, loaded.tokenizer, tmp_path / "broken")
     names = {"before": str(there / "before"), "after": str(there / "after")} | {side: str(tmp_path / "broken")}
-    command = [
-        "checkpoint",
-        "compare",
-        names["before"],
-        names["after"],
-        "--data",
-        str(there / "data.jsonl"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert cli.main(command) == 2
+    words = ["--data", str(there / "data.jsonl"), "--out", str(tmp_path / "out")]
+    assert cli.main(["checkpoint", "compare", names["before"], names["after"], *words]) == 2
     assert "model.layers.1.mlp.gate" in capsys.readouterr().err
 
 
@@ -176,14 +156,6 @@ def test_a_killed_comparison_goes_on_and_ends_the_same(there, tmp_path, frames, 
     assert not calls, "a finished one is only read"
 
 
-def test_traces_may_be_asked_for_later(there, tmp_path, frames):
-    compare(there, tmp_path / "out")
-    again = compare(there, tmp_path / "out", keep_traces=True)
-    for name, frame in frames.items():
-        pd.testing.assert_frame_equal(frame, again[name])
-    assert len(list((tmp_path / "out" / "traces").glob("*/*.safetensors"))) == 10
-
-
 def test_one_model_is_in_memory_at_a_time(there, tmp_path, monkeypatch):
     real, loaded, alive = measure.load, [], []
 
@@ -212,19 +184,6 @@ def test_kept_traces_are_traces_with_gates_of_both(there, tmp_path, frames):
         changed += int((~before.same_sets(after))[rows].sum())
         total += int(rows.sum()) * before.shape[2]
     assert changed / total == frames["summary"].set_index("metric")["response"]["any_change_rate"]
-
-
-def test_a_response_that_was_cut_off_whole_has_no_change_and_is_counted(there, tmp_path):
-    with (tmp_path / "data.jsonl").open("w") as file:
-        file.write(json.dumps({"prompt": "abc </>abc </>", "response": "abc"}) + "\n")
-        for _ in range(3):
-            file.write(json.dumps({"prompt": "ab", "response": "c </>abc "}) + "\n")
-    found = compare(there, tmp_path / "out", data=str(tmp_path / "data.jsonl"), max_tokens=9)
-    assert found["responses"]["line"].tolist() == [2, 3, 4]
-    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["finished"]["lost_lines"] == 1
-    said = Console(width=200, record=True, file=io.StringIO())
-    print_report(said, found, tmp_path / "out")
-    assert "1 lost" in said.export_text()
 
 
 def test_a_folder_is_one_comparison(there, tmp_path, frames):
@@ -280,35 +239,26 @@ def bad(there):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (there / "renamed" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (there / "empty.jsonl").touch()
-    (there / "bad.jsonl").write_text('{"text": "ab"}\n{"question": 1}\n')
     shutil.copytree(there / "after", there / "torn")
     shard = sorted((there / "torn").glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:999])
-    (there / "adapter").mkdir()
-    (there / "adapter" / "adapter_config.json").write_text("{}")
-    (there / "adapter" / "adapter_model.safetensors").touch()
     return there
 
 
 @pytest.mark.parametrize(
-    "after, data, says",
+    "after, says",
     [
-        ("none", "data.jsonl", "none"),
-        ("torn", "data.jsonl", "model-00002-of-"),
-        ("adapter", "data.jsonl", "adapter"),
-        ("after", "none.jsonl", "there is no such file"),
-        ("after", "empty.jsonl", "is empty"),
-        ("after", "bad.jsonl", "line 2: no response"),
-        ("fewer", "data.jsonl", "num_experts=8"),
-        ("longer", "data.jsonl", "longer"),
-        ("dense", "data.jsonl", "dense"),
-        ("renamed", "data.jsonl", "differ in 4 entries"),
+        ("none", "none"),
+        ("torn", "model-00002-of-"),
+        ("fewer", "num_experts=8"),
+        ("longer", "longer"),
+        ("dense", "dense"),
+        ("renamed", "differ in 4 entries"),
     ],
 )
-def test_bad_input_is_named_before_a_model_is_loaded(bad, tmp_path, capsys, monkeypatch, after, data, says):
+def test_bad_input_is_named_before_a_model_is_loaded(bad, tmp_path, capsys, monkeypatch, after, says):
     monkeypatch.setattr(measure, "load", lambda *a, **k: pytest.fail("a model was loaded"))
-    code, printed = run(capsys, bad / "before", bad / after, "--data", bad / data, "--out", tmp_path / "out")
+    code, printed = run(capsys, bad / "before", bad / after, "--data", bad / "data.jsonl", "--out", tmp_path / "out")
     assert code == 2
     assert says in printed.err
     assert not (tmp_path / "out").exists()
@@ -370,12 +320,6 @@ def test_a_series_loads_each_checkpoint_once_and_goes_on(there, series, tmp_path
         measured(there, tmp_path, [*checkpoints_of(str(tmp_path / "run")), str(there / "before")])
 
 
-def test_a_folder_that_another_process_writes_is_refused_and_left_as_it_is(there, tmp_path):
-    with Lock(tmp_path / "pair" / "lock"), pytest.raises(Held, match="pair"):
-        compare(there, tmp_path / "pair")
-    assert {file.stem for file in (tmp_path / "pair").iterdir()} == {"lock"}
-
-
 def test_what_an_engine_reads_is_no_checkpoint_of_a_run(tmp_path):
     """`engine/` has a configuration and, for a server, the weights of the last push; elsewhere it is any name."""
     for folder in ("engine", "checkpoints/step=000010", "checkpoints/step=000002"):
@@ -394,38 +338,13 @@ def test_what_an_engine_reads_is_no_checkpoint_of_a_run(tmp_path):
     ("name", "step"),
     [
         ("runs/a/checkpoints/step=20", 20),
-        ("global_step_200", 200),
-        ("checkpoint-1500", 1500),
         ("iter_0000100", 100),
         ("step500-merged", 500),
-        ("7", 7),
-        ("model-v2", 2),
-        ("Qwen3-30B-A3B", None),
         ("Qwen2.5-7B", None),
-        ("base", None),
     ],
 )
 def test_a_step_is_read_from_a_name_and_a_size_is_none(name, step):
     assert step_of(name) == step
-
-
-def test_what_is_no_series_is_refused(there, tmp_path, capsys):
-    with pytest.raises(ConfigError, match="contains no checkpoint"):
-        checkpoints_of(str(tmp_path))
-    assert checkpoints_of(str(there / "before")) == [str(there / "before")]
-    assert checkpoints_of("somebody/model") == ["somebody/model"]
-    with pytest.raises(ConfigError, match="different checkpoints"):
-        measured(there, tmp_path, [str(there / n) for n in ("before", "after", "before")])
-    data = ["--data", str(there / "data.jsonl")]
-    assert cli.main(["checkpoint", "compare", str(there / "before"), *data]) == 2
-    assert "is one checkpoint" in capsys.readouterr().err
-
-
-def test_a_finished_comparison_is_found_under_any_spelling_of_its_paths(there, tmp_path, frames, monkeypatch):
-    compare(there, tmp_path / "out")
-    monkeypatch.chdir(there)
-    monkeypatch.setattr(traces, "observe", lambda *_, **__: pytest.fail("it is finished"))
-    measure_volatility(Comparison(("before", "after"), "data.jsonl", batch_tokens=200), tmp_path / "out")
 
 
 # ---------------------------------------------------------------------- what it says of the responses

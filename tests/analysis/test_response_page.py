@@ -103,7 +103,7 @@ def test_the_row_that_changed_most_is_shown_unless_another_is_asked_for(tmp_path
     files = pair(tmp_path, ["hello", "world"], [(1, 0), (6, 0), (7, 2)])
     assert write_response_page(files, tmp_path / "page.html") == 1
     assert write_response_page(files, tmp_path / "page.html", row=0) == 0
-    with pytest.raises(ConfigError, match="--row 2: the traces have rows 0 to 1"):
+    with pytest.raises(ConfigError, match="--row 2"):
         write_response_page(files, tmp_path / "page.html", row=2)
 
 
@@ -116,9 +116,8 @@ def test_without_a_tokenizer_ids_are_shown_and_without_gates_none(tmp_path):
 @pytest.mark.parametrize(
     "other, says",
     [
-        ({"texts": ["hullo"]}, "row 0 of .* are of different tokens"),
-        ({"texts": ["hell"]}, "are of different tokens"),
-        ({"texts": ["hello", "x"]}, "contains 1 responses, .* contains 2. Give traces of the same tokens"),
+        ({"texts": ["hullo"]}, "row 0 of .* different tokens"),
+        ({"texts": ["hello", "x"]}, "1 responses, .* 2"),
         ({"experts": 9}, "num_experts=9"),
     ],
 )
@@ -137,34 +136,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
     assert "no trace file" in capsys.readouterr().err
 
 
-def test_one_trace_is_nothing_to_compare(tmp_path):
-    with pytest.raises(ConfigError, match="give two traces"):
-        write_response_page([pair(tmp_path)[0]], tmp_path / "page.html")
-
-
-def test_traces_without_a_response_are_named(tmp_path):
-    layout = Layout((MoeLayer("a", 0, 8, 2),), "x")
-    empty = RoutingTrace(
-        torch.zeros(0, 3, 1, 2, dtype=torch.uint8),
-        torch.zeros(0, 3, dtype=torch.bool),
-        layout,
-        torch.zeros(0, 3, dtype=torch.int32),
-    )
-    for name in "ab":
-        empty.save(tmp_path / name)
-    with pytest.raises(RoutingError, match="contains no response"):
-        write_response_page([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["moved"],
-        ["moved/traces"],
-        ["moved/traces/before", "moved/traces/after"],
-        ["moved/traces/before", "moved/traces/after/000000.safetensors"],
-    ],
-)
+@pytest.mark.parametrize("given", [["moved"], ["moved/traces/before", "moved/traces/after"]])
 def test_a_folder_of_one_trace_stands_for_it(tmp_path, monkeypatch, given, capsys):
     monkeypatch.chdir(tmp_path)
     for side, file in zip(("before", "after"), pair(tmp_path), strict=True):
@@ -174,15 +146,8 @@ def test_a_folder_of_one_trace_stands_for_it(tmp_path, monkeypatch, given, capsy
     names = embedded(tmp_path / "view.html")["names"]
     assert [name.split("/")[-2:] for name in names] == [[side, "000000.safetensors"] for side in ("before", "after")]
     (tmp_path / "moved/traces/after/000001.safetensors").write_bytes(b"")
-    if "safetensors" not in given[-1]:
-        assert cli.main(["checkpoint", "view", *given]) == 2
-        assert "after contains 2 traces" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_trace_is_named(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    assert cli.main(["checkpoint", "view", str(tmp_path / "empty"), "x"]) == 2
-    assert "empty contains no traces" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "view", *given]) == 2
+    assert "2 traces" in capsys.readouterr().err
 
 
 def test_every_token_is_spelled_and_together_they_are_the_text():
@@ -197,4 +162,5 @@ def test_the_page_asks_for_nothing_outside_itself(tmp_path):
     write_response_page(pair(tmp_path), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page
-    assert not re.search(r"https?://|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttpRequest|innerHTML", page)
+    loads = r"https?://|\bsrc=|\bhref=|@import|url\(|fetch\(|XMLHttpRequest|innerHTML"
+    assert not re.search(loads, page)

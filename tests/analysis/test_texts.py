@@ -95,13 +95,6 @@ def test_nor_is_reasoning_lost_of_a_field_of_its_own_of_a_part_or_of_an_earlier_
         texts(tmp_path, {"prompt": [{"role": "user", "content": "2?"}], "response": response}, template=keeps_last)
 
 
-def test_a_template_that_writes_a_response_as_json_keeps_it(tmp_path):
-    messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": 'say "é"\n'}]
-    writes_json = TEMPLATE.replace("m.content", "m.content|tojson")
-    (batch,) = texts(tmp_path, {"messages": messages}, template=writes_json).batches()
-    assert read(batch)[1] == '"say \\"é\\"\\n"'
-
-
 def test_batches_hold_every_line_once_in_the_budget_and_are_the_same_again(tmp_path):
     lines = [{"text": "x" * (2 + (7 * i) % 31)} for i in range(60)]
     found = texts(tmp_path, *lines, batch_tokens=100)
@@ -124,26 +117,16 @@ def test_a_longer_line_is_cut_and_counted(tmp_path):
     "line, says",
     [
         ("{broken", "{broken"),
-        ("[1]", "JSON object"),
-        ({"question": "2"}, "'question'"),
-        ({"prompt": "2", "response": ""}, "no response"),
         ({"prompt": "2"}, "no response"),
-        ({"text": 3}, "response.str"),
         ({"text": "a"}, "no token"),
         ({"messages": [{"role": "user", "content": "2"}]}, "no response|prompt must be one"),
         (
             {"messages": [{"role": "assistant", "content": "2"}, {"role": "user", "content": "2"}]},
             "not from the assistant",
         ),
-        (
-            {"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "2"}]},
-            "no chat template",
-        ),
         ({"tokens": [1, 2], "prompt_length": 2}, "prompt_length is 2"),
         ({"tokens": [1, 2, 3], "prompt_length": 1, "logprobs": [-1.0]}, "1 log-probs for 2"),
-        ({"tokens": [1, -2], "prompt_length": 1}, "tokens.1"),
         ({"tokens": [1, 999], "prompt_length": 1}, "token id 999"),
-        ({"text": "ab", "temperature": "1"}, "temperature"),
     ],
     ids=str,
 )
@@ -156,13 +139,6 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n')
     (batch,) = Texts(tmp_path / "data.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9).batches()
     assert read(batch)[0] == "ab"
-
-
-@pytest.mark.parametrize("text, says", [(b"\xff", "utf-8")])
-def test_text_that_no_tokenizer_could_read_names_file_and_line(tmp_path, text, says):
-    (tmp_path / "data.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "a' + text + b'b"}\n')
-    with pytest.raises(ConfigError, match=f"data.jsonl, line 2: .*{says}"):
-        Texts(tmp_path / "data.jsonl", byte_tokenizer(), max_tokens=9, batch_tokens=9)
 
 
 def test_a_response_that_was_cut_off_whole_is_counted(tmp_path):
