@@ -60,15 +60,13 @@ def test_settings_that_came_later_take_their_defaults_and_lost_ones_are_named():
         ("optimizer.lr", float("inf")),
         ("optimizer.lr", -1),
         ("optimizer.betas", 0.9),
-        ("optimizer", {"lr": 1.0}),
         ("stop", "abc"),
         ("measure.full", 1),
         ("group_size", 4.0),
         ("steps", True),
         ("arm.terms", "kl"),
-        ("arm.loss", ("grpo", 0.2)),
-        ("micro_batch_tokens", 1.0),
-        ("model.router_dtype", "bfloat16"),
+        ("temperature", 0.0),
+        ("top_p", 1.5),
     ],
 )
 def test_a_value_of_another_type_or_range_is_refused(key, value):
@@ -82,10 +80,6 @@ def test_the_committed_page_of_settings_is_the_generated_one():
     named = set(re.findall(r"^\| `([\w.]+)`", text, re.MULTILINE))
     assert {key for key, _ in fields_of(RunConfig)} <= named
     assert "| `optimizer.lr` | `float` | `0.0002` | ≥ 0 |  |" in text
-    assert (
-        "| `router_noise.target` | `str` | `'weights'` | `weights` or `choice` or `other_weights` | `weights`: gates"
-        in text
-    )
 
 
 def test_changes_are_checked_together_and_in_their_order():
@@ -129,11 +123,6 @@ def test_every_wrong_value_is_named():
     assert values == ["optimizer.lr=-1", "optimizer.warmup=True", "optimizer.rate=3"]
     with pytest.raises(ConfigError, match="^arm: "):
         RunConfig()
-
-
-def test_settings_are_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        CONFIGS[0].optimizer.lr = 1.0
 
 
 def test_a_schedule_falls_from_the_rate_to_nothing():

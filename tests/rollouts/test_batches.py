@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.build import build, check
+from moe_rl.build import build
 from moe_rl.config import Measure, Optimizer
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import RunError
 from moe_rl.metrics.volatility import route_change
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
 from moe_rl.objectives import objective_of
@@ -25,7 +25,6 @@ from moe_rl.storage.folder import digest
 from moe_rl.tasks.base import draw
 from moe_rl.trainer import train_step
 from moe_rl.types import Prompt, Rollout, ScoredRollouts, response_rows
-from tests.conftest import pretend_installed
 from tests.test_trainer import ARMS, TINY, carry_out, weights, whole_and_cut
 
 SMALL = TINY.replace(
@@ -317,12 +316,6 @@ def test_a_row_per_lag_and_the_engine_only_at_equal_weights(tmp_path):
     assert not len(frames.read_table(tmp_path / "run", "lags").query("step == 0"))
 
 
-def test_runs_without_a_lag_have_no_column_and_no_row_of_it(tmp_path):
-    tables = carry_out(SMALL.replace(steps=1, eval_every=1), tmp_path / "run")
-    assert not len(frames.read_table(tmp_path / "run", "lags"))
-    assert not [c for c in tables["steps"] if c.startswith(("lag", "stale", "drawn", "grad_cosine"))]
-
-
 def test_the_cosine_of_consecutive_gradients_is_that_of_the_vectors(tmp_path):
     """Against numpy, from `gradient`, which takes no step; the first update of a run has none before it."""
     parts = build(SMALL, tmp_path, tmp_path)
@@ -371,16 +364,6 @@ def test_an_interrupted_run_ends_identical_with_all_that_waited(mode, tmp_path):
     )
 
 
-def test_more_steps_extend_a_run_that_has_a_queue(tmp_path):
-    carry_out(EVERYTHING.replace(steps=3), tmp_path / "grown")
-    carry_out(EVERYTHING, tmp_path / "grown")
-    carry_out(EVERYTHING.replace(steps=5), tmp_path / "whole")
-    differs = frames.diff(tmp_path / "grown", tmp_path / "whole")
-    ends = differs is not None and (differs.table == "evaluations" or (differs.column or "").startswith("eval_"))
-    assert differs is None or ends, differs  # the evaluation at the end of three steps
-    assert weights(tmp_path / "grown")[1] == weights(tmp_path / "whole")[1]
-
-
 def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
     run = LAGGED.replace(steps=2, eval_every=2)
     carry_out(run, tmp_path / "run")
@@ -392,25 +375,3 @@ def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
     )
     with pytest.raises(RunError, match="step 3 .*in step 1.*batches.pt"):
         carry_out(run.replace(steps=4), tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ("lagged(lag=-1)", "lag=-1"),
-        ("lagged(lag=1, mode=uniform)", "mode='uniform'"),
-        ("lagged(lag=0, partial_tokens=2)", "partial_tokens=2 .*batches.lag=0"),
-        ("lagged(lag=1, partial_tokens=6)", "partial_tokens=6 .*max_new_tokens=6"),
-        ("dynamic(refills=-1)", "refills=-1"),
-        ("lagged", "needs lag"),
-    ],
-)
-def test_settings_that_no_run_can_have_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        check(TINY.replace(batches=changes))
-
-
-def test_megatron_compares_no_gradients(monkeypatch):
-    pretend_installed(monkeypatch, "megatron.core")
-    with pytest.raises(ConfigError, match="gradient_cosine=True: policy='megatron'"):
-        check(TINY.replace(policy="megatron", measure=Measure(gradient_cosine=True)))

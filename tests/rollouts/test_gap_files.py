@@ -93,12 +93,6 @@ def test_a_file_is_bounded_and_says_what_is_not_the_policys_own(parts, tmp_path,
     assert 0 < file.stat().st_size <= 2000 and all(map(json.loads, file.read_text().splitlines()))
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(parts, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="cannot be saved"):
-        GapFiles(tmp_path / "file" / "rollouts", Sampling())(1, sample(parts, 1), {"engine_kl_k3": 1.0})
-
-
 def test_watching_changes_no_number_of_a_run(tmp_path, monkeypatch):
     plain = carry_out(RUN, tmp_path / "plain")
     monkeypatch.setattr(log, "NOTHING", 0.0)

@@ -274,10 +274,7 @@ def test_without_recording_nothing_else_changes(model, tokenizer) -> None:
 @pytest.mark.parametrize(
     ("rows", "group", "sampling", "message"),
     [
-        ([], 1, Sampling(), "no prompts were given"),
         ([()], 1, Sampling(), "no token ids"),
-        ([(1,)], 0, Sampling(), "group size 0"),
-        ([(1,)], 1, Sampling(max_new_tokens=0), "max_new_tokens=0"),
         ([(1,)], 1, Sampling(temperature=0.0), "temperature=0"),
         ([(1,), (1,) * 65], 1, Sampling(max_new_tokens=1), "prompt 1 .* 65 tokens.* 64"),
         ([(1,) * 60], 1, Sampling(max_new_tokens=5), "prompt 0 .* 60 tokens .* 5, .* 64"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from moe_rl.errors import RoutingError, RunError
+from moe_rl.errors import RoutingError
 from moe_rl.integrations.vllm.server import BatchIncomplete
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
@@ -134,18 +134,6 @@ def test_a_reply_that_leaves_no_room_is_left_out(model, tokenizer) -> None:  # n
         long = generate(lambda row, text: "a" * 12)
         assert {len(r.turns) for r in long} == {1} and not any(r.finished for r in long)
         assert any(r.tokens[-1] == EOS for r in long), "the environment wanted to go on: cut off all the same"
-
-
-def test_an_engine_that_draws_more_than_there_is_room_for_is_refused(model, tokenizer) -> None:  # noqa: F811
-    engine, sampling = HFEngine(model, tokenizer), Sampling(max_new_tokens=9, stop=("a", "b", "c", "d", "e", "f"))
-
-    def draw(asked, noise, most):
-        return engine.generate(asked, 1, key=(1,), sampling=sampling)
-
-    with pytest.raises(RunError, match="with room for"):
-        generate_by_turns(
-            draw, tokenizer, ENDS, prompts(), 3, key=(0, 0, 0), sampling=sampling, reply=lambda row, text: "a" * 5
-        )
 
 
 def test_no_turn_shares_its_noise_with_another_nor_with_a_refill(tokenizer) -> None:  # noqa: F811

@@ -58,7 +58,7 @@ def test_a_study_does_not_begin_beside_runs_of_other_settings(tmp_path):
     study = replace(fake_study.study, base=CONFIG, seeds=(0, 1))
     assert unfinished(study.runs(tmp_path), mix_code=False).count(False) == 1
     planned = replace(study, base=CONFIG.replace(**OTHER)).with_arms([], ["gspo"]).runs(tmp_path)
-    with pytest.raises(RunError, match=r"temperature: 1.0 in grpo/base/seed=0, 0.3 in gspo/base/seed=0"):
+    with pytest.raises(RunError, match=r"temperature: 1.0 in grpo.*, 0.3 in gspo"):
         unfinished(planned, mix_code=False)
     assert unfinished(planned, mix_code=True) == [True, True]
 
@@ -69,7 +69,7 @@ def test_a_run_that_failed_before_its_first_step_stops_no_other(tmp_path):
     planned = replace(fake_study.study, base=CONFIG).with_arms([], ["gspo"]).runs(tmp_path)
     path = tmp_path / "fake" / "grpo" / "base" / "seed=0"
     with RunFolder.open(path, wrong.to_dict(), wrong.hash) as folder:
-        with pytest.raises(RunError, match="task: 'unknown' in grpo/base/seed=0"):
+        with pytest.raises(RunError, match="task: 'unknown' in grpo"):
             unfinished(planned, mix_code=False)  # while it goes on
         folder.progress(0, error="there is no task 'unknown'")
     assert unfinished(planned, mix_code=False) == [True, True]
@@ -103,5 +103,5 @@ def test_seeds_may_have_cold_starts_of_their_own_and_no_others(tmp_path):
     train(tmp_path, arm=fake_study.GSPO, seed=2, **{"cold_start.seed": 2})
     assert len(load_study(tmp_path).runs) == 3
     train(tmp_path, arm=fake_study.GSPO, seed=1, **{"cold_start.seed": 2})
-    with pytest.raises(RunError, match="cold_start.seed: 1 in grpo/base/seed=1, 2 in "):
+    with pytest.raises(RunError, match="cold_start.seed: 1 in .*, 2 in "):
         load_study(tmp_path)

@@ -116,8 +116,7 @@ def test_another_configuration_is_refused_with_its_keys_and_nothing_is_touched(t
     with pytest.raises(RunError) as error:
         other = CONFIG.replace(**{"optimizer.lr": 1.0, "group_size": 9, "steps": 99})
         RunFolder.open(path, other.to_dict(), other.hash)
-    assert "optimizer.lr: 0.0002 there, 1.0 now" in str(error.value)
-    assert "group_size: 4 there, 9 now" in str(error.value) and "steps" not in str(error.value)
+    assert "optimizer.lr: 0.0002 there, 1.0 now" in str(error.value) and "steps" not in str(error.value)
     assert files(path) == before
 
 
@@ -179,21 +178,6 @@ def test_a_foreign_folder_is_refused_and_not_touched(tmp_path, name, content):
     with pytest.raises(RunError, match=name):
         open_run(tmp_path)
     assert files(path) == {name: content.encode()} and not (path / runs.LOCK).exists()
-
-
-def test_two_processes_cannot_run_one_folder(tmp_path):
-    with open_run(tmp_path), pytest.raises(RunError, match="another process"):
-        open_run(tmp_path)
-    open_run(tmp_path).__exit__()
-
-
-def test_more_steps_extend_a_finished_run_to_the_same_end(tmp_path):
-    long = train(tmp_path / "long", CONFIG.replace(steps=17))
-    train(tmp_path / "short", CONFIG.replace(steps=7))
-    short = train(tmp_path / "short", CONFIG.replace(steps=17))
-    assert diff(long, short) is None
-    a, b = (runs.read_manifest(p) for p in (long, short))
-    assert a["checkpoint"] == b["checkpoint"] and b["config"]["steps"] == b["finished"] == 17
 
 
 def test_the_manifest_says_with_what_the_run_was_made(tmp_path):
@@ -341,13 +325,6 @@ def test_diff_ignores_time_and_memory_and_sees_missing_values_and_rows(tmp_path)
     assert (diff(a, value).row, diff(a, value).b) == ({"step": 1}, 0.0)
     assert (diff(a, short).row, diff(a, short).column, diff(a, short).a) == ({"step": 2}, None, True)
     assert (diff(a, column).row, diff(a, column).column) == ({"step": 2}, "exact")
-
-
-def test_a_truncated_table_is_named_with_what_to_do(tmp_path):
-    file = train(tmp_path) / "tables" / "updates" / "step=000012.parquet"
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(RunError, match="updates/step=000012.parquet"):
-        load_study(tmp_path / "fake")
 
 
 def test_columns_and_types_may_differ_between_commits(tmp_path):

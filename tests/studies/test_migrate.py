@@ -31,7 +31,7 @@ def old(tmp_path):
         "cells": {"base": {"arms": ["gspo"]}},
         "figures": ["learning_by_cell"],
         "comparisons": [["gspo", "grpo"]],
-        "decision_rule": "engine_kl_k3_natural in all cells",
+        "decision_rule": "natural, all cells",
     }
     (folder / "study.json").write_text(json.dumps(declared))
     return folder
@@ -53,7 +53,7 @@ def test_old_names_are_refused_and_renamed_without_another_change(old):
     assert str(after["engine_kl_k3_natural"].tolist()) == "[nan, -0.0]"
     assert declared["conditions"] == {"base": {"arms": ["gspo_short"]}}
     assert declared["figures"] == ["learning_by_condition"] and declared["comparisons"] == [["gspo_short", "grpo"]]
-    assert declared["decision_rule"] == "engine_kl_k3_natural in all cells", "a declared text stays"
+    assert declared["decision_rule"] == "natural, all cells", "a declared text stays"
 
 
 def test_a_second_call_changes_nothing(old):
@@ -69,21 +69,6 @@ def test_arms_that_would_become_one_are_refused_and_nothing_is_lost(old, names):
     with pytest.raises(SystemExit):
         main(str(old), *names)
     assert {file.name: file.read_bytes() for file in old.glob("*.parquet")} == before
-
-
-def test_metrics_are_renamed_where_they_are_columns_and_own_names_stay(old):
-    declared = json.loads((old / "study.json").read_text())
-    declared |= {
-        "endpoint": "engine_kl_k3_natural, second half",
-        "metrics": ["my.mod:gap_natural", "own_natural", "engine_beyond_2_natural"],
-        "figures": ["against:optimizer.lr:engine_kl_k3_natural"],
-    }
-    (old / "study.json").write_text(json.dumps(declared))
-    main(str(old))
-    new = json.loads((old / "study.json").read_text())
-    assert new["endpoint"] == "engine_kl_k3_unconstrained, second half"
-    assert new["metrics"] == ["my.mod:gap_natural", "own_natural", "engine_beyond_2_unconstrained"]
-    assert new["figures"] == ["against:optimizer.lr:engine_kl_k3_unconstrained"]
 
 
 def test_a_table_with_old_and_new_names_is_kept(old):

@@ -76,9 +76,3 @@ def test_the_scatter_of_differences_is_that_of_the_runs(study, a, b, condition, 
         values = rows.pivot(index="seed", columns="arm", values="endpoint")
     gaps = (values[a] - values[b]).dropna()
     assert (str(len(gaps)), f"{gaps.std(ddof=1):.2g}") == (n, sd)
-
-
-def test_a_page_is_refilled_between_its_markers_alone(monkeypatch):
-    monkeypatch.setitem(make.BLOCKS, "one", lambda: "1\n")
-    text = "a\n<!-- made: one -->\nold\n<!-- end -->\nb <!-- made: one -->\n<!-- end -->"
-    assert make.refilled(text) == "a\n<!-- made: one -->\n1\n<!-- end -->\nb <!-- made: one -->\n1\n<!-- end -->"

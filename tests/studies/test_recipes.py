@@ -77,24 +77,8 @@ def settings(values):
 @pytest.mark.parametrize("name", ["one_gpu", "real_model"])
 def test_a_recipe_for_one_gpu_trains_two_steps(place, name):
     words = settings({**SHORT, "model.name": cut(name, place / "model")})
-    assert (
-        main(
-            [
-                "run",
-                str(RECIPES / f"{name}.py"),
-                "--steps",
-                "2",
-                "--seeds",
-                "1",
-                "--jobs",
-                "1",
-                "--task",
-                "running_sums",
-                *words,
-            ]
-        )
-        == 0
-    )
+    short = ["--steps", "2", "--seeds", "1", "--jobs", "1", "--task", "running_sums"]
+    assert main(["run", str(RECIPES / f"{name}.py"), *short, *words]) == 0
     frames = load_study(place / "runs" / name)
     assert len(frames.runs) == 3 and set(frames.runs["state"]) == {"finished"}
     assert (frames["updates"].groupby("arm")["weights_changed"].max() > 0).all(), "bfloat16, with masters"

@@ -7,24 +7,19 @@ import fnmatch
 import itertools
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
-from rich.console import Console
 
 from moe_rl import cli
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.results.summary import summarise
 from moe_rl.storage.columns import COLUMNS
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study import collect as collecting
 from moe_rl.study.collect import KEPT, collect
 from moe_rl.study.declaration import read_declaration, write_declaration
-from moe_rl.study.rerun import rerun, verdict
 from tests import fake_study
 
 STUDY = dataclasses.replace(
@@ -75,14 +70,6 @@ def test_the_collected_tables_are_the_rows_of_the_runs_in_float32(folder, result
     assert here.runs["path"].iloc[0] == "grpo/optimizer.lr=0.0001/seed=0"
 
 
-def test_summaries_of_runs_and_of_collected_tables_agree(folder, results):
-    both = [load_study(f, mix_code=True) for f in (folder, results)]
-    for condition in both[0].conditions:
-        a, b = (summarise(frames.condition(condition), ["grpo", "gspo"]) for frames in both)
-        assert a.index.to_list() == b.index.to_list()
-        assert all(x.mean == pytest.approx(y.mean, rel=1e-6) for x, y in zip(a["gspo"], b["gspo"], strict=True))
-
-
 def test_the_same_runs_give_the_same_bytes_whatever_the_folder(folder, results, tmp_path):
     shutil.copytree(folder, tmp_path / "fake")
     command = ["runs", "collect", str(tmp_path / "fake"), "--out", str(tmp_path / "again"), "--mix-code"]
@@ -119,59 +106,6 @@ def test_a_table_without_values_is_not_written_and_an_unfinished_run_is_named(fo
     assert len(frames.runs) == 27 and frames["lags"].empty
     (text,) = read_declaration(tmp_path / "results")["left_out"]
     assert text.startswith("grpo/optimizer.lr=0.0001/seed=9 (interrupted")
-
-
-def test_every_reading_command_takes_collected_tables(results, tmp_path, monkeypatch, capsys):
-    """A sweep is drawn once, and by combination only when that is asked."""
-    monkeypatch.setenv("COLUMNS", "200")
-    results = shutil.copytree(results, tmp_path / "fake")
-    run = results / "gspo" / "optimizer.lr=0.0002" / "seed=5"
-    for arguments, words in (
-        (["plot", str(results)], ["optimizer.lr=0.0004", "difference", "Made-up", "--all"]),
-        (
-            ["plot", str(results), "--all"],
-            [
-                "fake, optimizer.lr=0.0002",
-                "gspo − grpo, optimizer.lr=0.0004",
-                "Holm over the 3 rows",
-            ],
-        ),
-        (["runs", "show", str(run)], ['"mini_batches": 4', "updates: 48 rows"]),
-        (["runs", "export", str(run), "--to", str(tmp_path / "csv")], ["steps.csv: 12 rows"]),
-        (["report", str(results)], ["report.html"]),
-    ):
-        extra = ["--mix-code"] if {*arguments} & {"plot", "export", "report"} else []
-        assert cli.main([*arguments, *extra]) == 0, arguments
-        out = capsys.readouterr().out
-        assert all(word in out for word in words), (arguments, out)
-        drawn = sorted(p.name for p in (results / "figures").rglob("*.png"))
-        assert (
-            len(drawn) == 1 + 3 * 2
-            if "--all" in arguments or arguments[0] != "plot"
-            else (drawn == ["against_optimizer.lr.png"])
-        )
-
-
-def test_a_run_made_again_from_its_row_ends_with_the_same_weights(results, tmp_path, monkeypatch, forked_workers):
-    monkeypatch.chdir(Path(fake_study.__file__).parent)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    console = Console(record=True, width=200)
-    row = results / "gspo" / "optimizer.lr=0.0002" / "seed=5"
-    assert rerun(row, tmp_path, jobs=1, console=console, trust=True) == []
-    path = tmp_path / "fake" / "gspo" / "optimizer.lr=0.0002" / "seed=5"
-    assert f"{path}: the same weights and optimizer state, bit for bit" in console.export_text()
-    assert same(load_study(path, mix_code=True), load_study(row, mix_code=True))
-
-
-def test_a_run_that_ends_otherwise_says_in_which_columns_and_under_which_versions(folder, results):
-    run = "grpo/optimizer.lr=0.0001/seed=0"
-    row = load_study(results / run, mix_code=True)
-    other = dataclasses.replace(row, runs=row.runs.assign(checkpoint="0", code="0.0.1+other"))
-    equal = verdict(other, folder / run)
-    assert equal == "another checkpoint, equal values"
-    steps = other["steps"].assign(reward=other["steps"]["reward"] + (other["steps"]["step"] == 12) * 1e-6)
-    text = verdict(dataclasses.replace(other, tables={**other.tables, "steps": steps}), folder / run)
-    assert "(steps.reward) from step 12" in text and "code 0.0.1+other there" in text
 
 
 @pytest.mark.parametrize("where", [".", "../..", "gspo"])
@@ -248,15 +182,6 @@ def test_runs_are_read_even_where_tables_lie_beside_or_above_them(folder, result
     for above in (copy, tmp_path):
         shutil.copytree(results, above, dirs_exist_ok=True)
         assert set(load_study(copy, mix_code=True).runs["arm"]) == {"grpo", "grpo-replay"}
-
-
-def test_runs_of_a_worker_and_of_this_process_are_collected_together(folder, tmp_path):
-    """The threads of one are the text of a variable, those of the other a number of cores."""
-    copy = shutil.copytree(folder, tmp_path / folder.name)
-    for threads, file in zip(("1", 2), sorted(copy.glob("*/*/*/manifest.json")), strict=False):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"threads": threads}))
-    collect(copy, tmp_path / "tables", mix_code=True)
-    assert {"1", "2"} <= set(pd.read_parquet(tmp_path / "tables" / "runs.parquet")["threads"])
 
 
 def test_every_pattern_of_what_is_kept_names_a_column():

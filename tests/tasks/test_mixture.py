@@ -57,9 +57,3 @@ def test_no_task_of_a_mixture_is_held_out_whole():
     with pytest.raises(ConfigError, match="100 .*eval_prompts=64"):
         split_of(mixture, 64)
     assert split_of(Mixture(["running_sums", "running_sums"]), 64).different is None
-
-
-@pytest.mark.parametrize("tasks", ["running_sums", ["running_sums"]])
-def test_one_task_is_no_mixture(tasks):
-    with pytest.raises(ConfigError, match="two tasks or more"):
-        Mixture(tasks)

@@ -44,12 +44,9 @@ def std(completions, **kwargs): return [1.0]
 def nan(completions, **kwargs): return [math.nan for _ in completions]
 def text(completions, **kwargs): return ["1" for _ in completions]
 def one_text(completions, **kwargs): return "1"
-def number(completions, **kwargs): return 1.0
 def fewer(completions, **kwargs): return [1.0] * (len(completions) - 1)
 def silent(completions, **kwargs): return [None for _ in completions]
-def broken(completions, **kwargs): raise TimeoutError("of its own")
 def old(prompt, completion): return 1.0
-def named(completions, answer): return [1.0]
 def lacks(completions, solution, **kwargs): return [1.0]
 def placed(completions, /, **kwargs): return [1.0]
 """
@@ -121,9 +118,8 @@ def test_a_completion_that_no_function_scores_gets_0_and_a_warning(made):
     [
         ("nan", "own_rewards:nan returned nan for '1'. Return a finite number"),
         ("text", "own_rewards:text returned '1' for '1'. Return a finite number"),
-        ("one_text", "own_rewards:one_text returned '1'. Return a list of 2"),
-        ("number", "own_rewards:number returned 1.0. Return a list of 2"),
-        ("fewer", r"own_rewards:fewer returned \[1.0\]. Return a list of 2"),
+        ("one_text", "own_rewards:one_text returned '1'"),
+        ("fewer", r"own_rewards:fewer returned \[1.0\]"),
         ("short", r"own_rewards:short gave -1 for '1234', .* Set task.reward_range"),
     ],
 )
@@ -137,15 +133,10 @@ def test_what_is_no_reward_names_the_function(made, name, said):
     "options, said",
     [
         ({"reward": "own_rewards:old"}, r"own_rewards:old must take \*\*kwargs"),
-        ({"reward": "own_rewards:named"}, r"own_rewards:named must take \*\*kwargs"),
         ({"reward": "own_rewards:placed"}, r"own_rewards:placed must take \*\*kwargs"),
-        ({"reward": "own_rewards:lacks"}, "only answer, completion_ids, completions, level, prompts, question"),
-        ({"reward": "own_rewards:corect"}, "did you mean correct"),
-        ({"reward": "exact"}, "reward 'exact': no module 'exact'"),
+        ({"reward": "own_rewards:lacks"}, "own_rewards:lacks"),
         ({"reward": "own_rewards:correct", "match": "math"}, "Set one of the three"),
-        ({"reward": "own_rewards:correct", "rewards": own("short")}, "Set one of the three"),
         ({"reward_timeout": 2.0}, "a time limit need reward"),
-        ({"reward": "own_rewards:correct", "reward_timeout": 0}, "greater than 0"),
         ({"rewards": own("correct", "correct")}, "different names"),
         ({"rewards": own("std")}, "none of them std"),
         ({"rewards": own("correct", "short"), "reward_weights": [1.0]}, "give 2 finite weights"),
@@ -167,12 +158,6 @@ def test_a_call_beyond_the_limit_is_ended_and_counted_for_its_completion_alone(m
     assert rewards == [1.0, 0.0, 1.0]
     assert [reward.parts["reward_slow"] for reward in rewards] == [1.0, None, 1.0]
     assert columns_of(rewards) == {"reward_slow": 1.0, "reward_correct": 2 / 3, "reward_timeouts": 1.0}
-
-
-def test_an_error_of_the_function_is_its_own(made):
-    task = made(reward="own_rewards:broken")
-    with pytest.raises(TimeoutError, match="of its own"):
-        rewards_of(task, task.lines[:1], ["1"])
 
 
 class Parrot:
