@@ -29,12 +29,3 @@ def test_it_fits_its_window_and_asks_nothing_of_a_network(browser, file, width, 
     paper, ink = page.evaluate("(s => [s.backgroundColor, s.color])(getComputedStyle(document.body))")
     assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 22, 26)"}[scheme] and paper != ink
     page.close()
-
-
-def test_settings_at_their_defaults_open_by_keyboard(browser, file):
-    page = browser.new_page()
-    page.goto(file.as_uri())
-    page.locator("summary").first.focus()
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.querySelector('details').open")
-    page.close()

@@ -99,9 +99,9 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
 
 
 def test_the_default_study_runs_by_its_name(command):
-    assert "site-packages/moe_rl" in command("python", "-c", "import moe_rl.cli; print(moe_rl.cli.__file__)")
+    assert "site-packages/moe_rl" in command("python", "-c", "import moe_rl; print(moe_rl.__file__)")
     planned = command("moe-rl", "run", "routing_replay", "--dry-run")
-    assert "runs/routing_replay/gspo_short/lag=2/seed=2  waiting 0/32" in planned
+    assert "gspo_short/lag=2/seed=2  waiting 0/32" in planned
     small = [
         word
         for setting in ("cold_start.target=0", "prompts_per_step=4", "eval_prompts=4", "mini_batches=2")
@@ -110,7 +110,8 @@ def test_the_default_study_runs_by_its_name(command):
     ended = command("moe-rl", "run", "routing_replay", "--quick", *small)
     assert "sampled exact" in ended and "second half" in ended
     version = '"0.2.0+'
-    assert version in command("moe-rl", "runs", "show", "runs/routing_replay-quick/gspo_short/lag=0/seed=0")
+    run = "runs/routing_replay-quick/gspo_short/lag=0/seed=0"
+    assert version in command("moe-rl", "runs", "show", run)
     assert "report.html" in command("moe-rl", "report", "runs/routing_replay-quick")
 
 
@@ -132,4 +133,4 @@ def test_a_trainer_of_someone_else_needs_the_small_install_alone(small):
 
 def test_a_study_names_the_extra_that_it_needs(small):
     done = program(small, "moe-rl", "run", "routing_replay", "--dry-run")
-    assert (done.returncode, done.stderr) == (2, "moe-rl needs pyarrow: pip install 'moe_rl[study]'\n")
+    assert done.returncode == 2 and "pip install 'moe_rl[study]'" in done.stderr
