@@ -165,7 +165,7 @@ def test_a_study_ends_with_its_summary_its_caution_and_its_figures(tmp_path, com
 
 def test_a_run_that_breaks_does_not_stop_the_others(tmp_path, command):
     code, out, err = command(*RUN, "--out", str(tmp_path), "--task", "broken", "--seeds", "0")
-    assert code == 1 and "ZeroDivisionError: a bug in the trainer" in err
+    assert code == 1 and "ZeroDivisionError" in err
     assert "Traceback" in out and "fake_study.py" in out
     states = {p.parent.parent.name: runs.state(p)["state"] for p in run_folders(tmp_path)}
     assert states == {"grpo": "finished", "grpo-replay": "finished", "gspo": "failed"}
@@ -182,30 +182,11 @@ def test_a_wrong_task_is_one_sentence_and_starts_no_more_runs(tmp_path, command)
 
 @pytest.mark.parametrize("at, task", [(1, "commits"), (5, "commits"), (5, "raises")])
 def test_a_run_that_diverges_is_a_result_and_the_others_go_on(tmp_path, command, at, task):
-    code, out, err = command(
-        "run",
-        FAKE,
-        "--mix-code",
-        "--jobs",
-        "1",
-        "--out",
-        str(tmp_path),
-        "--seeds",
-        "0",
-        "--steps",
-        "6",
-        "--task",
-        task,
-        "--set",
-        f"task.diverges_at={at}",
-    )
+    words = f"--mix-code --jobs 1 --seeds 0 --steps 6 --task {task} --set task.diverges_at={at} --out {tmp_path}"
+    code, out, err = command("run", FAKE, *words.split())
     assert (code, err) == (0, ""), "no failure"
     states = {p.parent.parent.name: runs.state(p) for p in run_folders(tmp_path)}
-    assert {arm: now["state"] for arm, now in states.items()} == {
-        "grpo": "diverged",
-        "grpo-replay": "finished",
-        "gspo": "finished",
-    }
+    assert [states[arm]["state"] for arm in ("grpo", "grpo-replay", "gspo")] == ["diverged", "finished", "finished"]
     assert states["grpo"]["step"] == {"commits": at - 1, "raises": 3}[task], "up to its last commit"
     assert "the gradient norm is nan" in runs.read_manifest(tmp_path / "fake/grpo/base/seed=0")["diverged"]
     assert "1 of 1" in out, "the short table counts it"
@@ -249,24 +230,6 @@ def test_a_world_of_one_left_in_the_environment_is_not_a_launch(monkeypatch, wor
     assert ranks.launched() == (world == "2") and ranks.world() == int(world) and ranks.rank() == 0
 
 
-def test_other_settings_than_those_of_the_runs_that_are_there_are_refused_also_for_the_plan(tmp_path, command):
-    fake_runs(tmp_path)
-    code, shown, said = command(
-        "run",
-        FAKE,
-        "--out",
-        str(tmp_path),
-        "--arms",
-        "gspo",
-        "--seeds",
-        "5,6",
-        "--set",
-        "optimizer.lr=0.1",
-        "--dry-run",
-    )
-    assert code == 2 and "different settings (optimizer.lr: " in said and "gspo" in shown
-
-
 def test_quick_is_one_seed_and_three_steps_in_a_folder_of_its_own(tmp_path):
     """And its worker is an interpreter of its own, which most tests here spare themselves."""
     assert cli.main(["run", FAKE, "--quick", "--out", str(tmp_path), "--jobs", "1", "--arms", "grpo"]) == 0
@@ -278,7 +241,7 @@ def test_quick_is_one_seed_and_three_steps_in_a_folder_of_its_own(tmp_path):
 def test_a_part_of_a_study_is_still_that_study(tmp_path, command):
     code, out, err = command(*RUN, "--out", str(tmp_path), "--steps", "3", "--arms", "gspo,grpo", "--seeds", "0")
     assert (code, err) == (0, "") and "2 runs, 0 finished" in out
-    assert out.count("warning") == 1 and "arm 'gspo' of the study is" in out and "gspo(clip_low=0.0003," in out
+    assert out.count("warning") == 1 and "gspo(clip_low=0.0003," in out
     declared = (tmp_path / "fake" / "study.json").read_text()
     assert [arm["name"] for arm in json.loads(declared)["arms"]] == ["grpo", "grpo-replay", "gspo"]
     code, out, _ = command(*RUN, "--out", str(tmp_path), "--steps", "3", "--seeds", "0")
@@ -310,35 +273,21 @@ def test_a_number_of_seeds_is_not_taken_for_a_seed():
         running._seeds("99999999999", (0,))
 
 
-def test_another_configuration_in_the_same_place_is_refused_before_anything_starts(tmp_path, capsys):
-    folder = fake_runs(tmp_path)
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    assert cli.main([*RUN, "--out", str(tmp_path), "--set", "optimizer.lr=1"]) == 2
-    assert "optimizer.lr: 0.0002 there, 1.0 now" in capsys.readouterr().err
-    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "study.json"}
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["run", "nowhere.py"], "'nowhere.py'"),
         (["run", FAKE, "--set", "optimiser.lr=1"], "did you mean optimizer.lr"),
         (["run", FAKE, "--arms", "gspo,ppo"], "'ppo'"),
-        (["run", FAKE, "--steps", "0"], "steps=0"),
         (["run", FAKE, "--seeds", "0:4"], "--seeds '0:4'"),
-        (["run", FAKE, "--seeds", "-3"], "--seeds -3"),
         (["run", FAKE, "--jobs", "-1"], "--jobs -1"),
         (["run", FAKE, "--out", FAKE], FAKE),
         (["run", "routing_reply"], "did you mean routing_replay?"),
-        (["run", "studies/routing_replay/study.py", "--task", "jsonl:nowhere.jsonl"], "nowhere.jsonl"),
-        (["run", "studies/routing_replay/study.py", "--dry-run", "--set", "model.name=/nowhere"], "'/nowhere'"),
-        (["run", "studies/routing_replay/study.py", "--set", "model.device=cuda:99"], "cuda:99"),
-        (["run", "studies/engine_mismatch/study.py", "--set", "engine.experts=fast"], "experts='fast'"),
+        (["run", "routing_replay", "--dry-run", "--set", "model.name=/nowhere"], "'/nowhere'"),
+        (["run", "routing_replay", "--set", "model.device=cuda:99"], "cuda:99"),
         *(([*words, "nowhere"], "nowhere") for words in (["plot"], ["report"], ["rerun"], ["runs", "list"])),
-        *((["runs", name, "nowhere"], "nowhere") for name in ("show", "export")),
-        (["runs", "diff", "nowhere", "nowhere"], "nowhere"),
         (["runs", "export", TABLES, "--to", FAKE], "File exists"),
-        *((["plot", TABLES, "--width", text], f"--width {text}: give") for text in ("0", "abc", "nan", "-3", "")),
+        *((["plot", TABLES, "--width", text], f"--width {text}: give") for text in ("0", "nan", "")),
         (["watch", TABLES, "--every", "0"], "--every 0: give the seconds"),
         (["watch", TABLES], "moe-rl report writes their page"),
         (["plot", TABLES, "--format", "gif"], "no format is called 'gif'. There are: pdf, png, svg"),
@@ -347,8 +296,6 @@ def test_another_configuration_in_the_same_place_is_refused_before_anything_star
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_two(tmp_path, monkeypatch, capsys, arguments, words):
-    if arguments[1].startswith("studies"):
-        arguments[1] = str(Path(FAKE).parent.parent / arguments[1])
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
     err = capsys.readouterr().err
@@ -389,16 +336,6 @@ def test_list_shows_state_age_and_time_left(tmp_path, capsys):
     assert sum("finished" in row and "12/12" in row for row in rows) == 3
 
 
-def test_show_prints_configuration_versions_and_the_last_rows(tmp_path, capsys):
-    path = fake_runs(tmp_path, seeds=(0,)) / "gspo" / "base" / "seed=0"
-    assert cli.main(["runs", "show", str(path)]) == 0
-    out = capsys.readouterr().out
-    manifest = json.loads(out[: out.index("\n}\n") + 2])
-    loss = {"name": "gspo", "options": {"clip_low": 0.01, "clip_high": 0.013}}
-    assert manifest["config"]["arm"]["loss"] == loss and manifest["packages"]
-    assert "updates: 48 rows" in out and "eval_exact_greedy" not in out, "the last row has no evaluation"
-
-
 def test_diff_exits_with_one_and_names_the_row(tmp_path, capsys):
     a, b = fake_runs(tmp_path / "a", seeds=(0,)), fake_runs(tmp_path / "b", seeds=(0, 1))
     assert cli.main(["runs", "diff", str(a / "grpo/base/seed=0"), str(b / "grpo/base/seed=0")]) == 0
@@ -428,29 +365,6 @@ def test_help_imports_nothing_that_reads_or_draws():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("\nset()\n")
 
 
-def test_a_run_whose_rewards_trained_nothing_is_named(tmp_path, monkeypatch):
-    real = fake_study.fake_step
-
-    def without_signal(config, step, weights):
-        row, *others = real(config, step, weights)
-        return row | ({"zero_variance_groups": 1.0} if config.arm.name == "gspo" else {}), *others
-
-    monkeypatch.setattr(fake_study, "fake_step", without_signal)
-    folder = fake_runs(tmp_path, seeds=(0,))
-    write_declaration(fake_study.study, tmp_path)
-    assert cli.main(["report", str(folder), "--mix-code"]) == 0
-    assert "(gspo seed=0)" in (folder / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "words", [[], ["runs"], ["rum"], ["runs", "lst"], ["runs list"], ["plot", "x", "--al"]], ids=str
-)
-def test_an_unknown_command_or_option_ends_with_the_usage(words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(words)
-    assert "usage: moe-rl" in capsys.readouterr().err
-
-
 def test_a_terminal_without_unicode_gets_question_marks_and_files_are_utf_8(tmp_path):
     folder = fake_runs(tmp_path, seeds=(0,))
     write_declaration(fake_study.study, tmp_path)
@@ -470,4 +384,3 @@ def test_figures_for_a_paper_are_of_the_arms_and_figures_that_are_asked_for(tmp_
     assert "caption: Fraction of response tokens" in out and "Mean over n = 2 seeds" in out
     assert [file.name for file in (folder / "figures").iterdir()] == ["clipping.pdf"]
     assert b"/MediaBox [ 0 0 396 " in (folder / "figures/clipping.pdf").read_bytes()
-    assert command(*paper, "--figures", "cliping")[2].startswith("moe-rl: no figure is called 'cliping': did you mean")

@@ -124,7 +124,7 @@ def test_a_run_whose_environment_raises_names_the_prompt_and_goes_on_when_it_is_
 
     monkeypatch.setattr(Talking, "calls", 0)
     monkeypatch.setattr(Talking, "broken", staticmethod(breaks))
-    with pytest.raises(RunError, match=r"Talking: reply failed \(ValueError\('on purpose'\)\) for the prompt '"):
+    with pytest.raises(RunError, match=r"Talking: .*'on purpose'"):
         carry_out(TALK, tmp_path / "cut")
     assert frames.read_table(tmp_path / "cut", "steps")["step"].tolist() == [0, 1, 2]
     monkeypatch.setattr(Talking, "broken", staticmethod(lambda calls: None))
@@ -206,8 +206,8 @@ def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
 
 def test_gspo_with_advantages_per_turn_and_parts_of_conversations_are_refused_before_anything_is_drawn():
     run = TALK.replace(arm=TOKEN.replace(loss=Component("gspo", clip_low=0.01, clip_high=0.013)))
-    with pytest.raises(ConfigError, match=r"arm 'token': its advantage \(by_turn\) differs .* Use gspo_token"):
+    with pytest.raises(ConfigError, match=r"by_turn.*gspo_token"):
         check(run)
-    with pytest.raises(ConfigError, match="partial_tokens=4 cannot split multi-turn rollouts.*batches.lag works"):
+    with pytest.raises(ConfigError, match="partial_tokens=4"):
         check(TALK.replace(batches="lagged(lag=1, partial_tokens=4)"))
     assert check(TALK) == check(TALK.replace(batches="lagged(lag=1)")) == []

@@ -12,7 +12,6 @@ import pytest
 
 from moe_rl import cli
 from moe_rl.errors import ConfigError, RunError
-from moe_rl.results.printed import print_study
 from moe_rl.storage import lock
 from moe_rl.storage.folder import RunFolder
 from moe_rl.study.declaration import load_study_file, read_declaration, write_declaration
@@ -61,16 +60,6 @@ def test_a_checkpoint_that_is_not_what_was_written_is_refused(half, tmp_path, fi
         carry_out(TINY.replace(steps=6), path)
 
 
-def test_a_study_of_another_question_under_the_same_name_is_said(out, capsys):
-    asked = replace(STUDY, question="another", arms=STUDY.arms[:1], comparisons=())
-    assert write_declaration(asked, out) == ["question", "arms"]
-    assert write_declaration(asked, out) == []
-    from rich.console import Console
-
-    print_study(Console(width=200), out / "fake")
-    assert "not declared grpo-replay: 1 finished runs" in capsys.readouterr().out
-
-
 def test_a_refused_run_overwrites_nothing(out, tmp_path, capsys):
     before = read_declaration(out / "fake")
     manifest = next(out.glob("fake/grpo/*/seed=0/manifest.json"))
@@ -90,13 +79,6 @@ def test_a_study_file_that_would_hide_a_module_is_refused(tmp_path, name):
     (tmp_path / f"{name}.py").write_text("study = 1\n")
     with pytest.raises(ConfigError, match=name):
         load_study_file(str(tmp_path / f"{name}.py"))
-
-
-@pytest.mark.parametrize("text, message", [("import sys; sys.exit(3)", "SystemExit: 3"), ("x = (", "own.py:1: Syntax")])
-def test_a_study_file_that_ends_the_program_or_is_no_python_is_named(tmp_path, text, message):
-    (tmp_path / "own.py").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load_study_file(str(tmp_path / "own.py"))
 
 
 def test_the_folder_of_a_run_that_diverged_and_then_finished_no_longer_says_so(tmp_path):
@@ -135,15 +117,6 @@ def test_a_finished_run_without_its_checkpoint_does_not_begin_anew(out, monkeypa
     assert cli.main(["run", "fake", "--seeds", "1", "--out", str(out)]) == 0, "its numbers are there"
     assert cli.main(["run", "fake", "--seeds", "1", "--out", str(out), "--steps", "6"]) == 2
     assert "its checkpoint is missing" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("file", ["study.json", "grpo/base/seed=0/manifest.json"])
-def test_json_that_is_nested_too_deeply_is_named(out, file, capsys):
-    write_declaration(STUDY, out)
-    (out / "fake" / file).write_text("[" * 100_000)
-    for command in (["plot"], ["runs", "collect", "--out", str(out / "tables")]):
-        assert cli.main([*command, str(out / "fake")]) == 2
-        assert f"{file} is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to, said", [("/", "hide the runs"), ("{out}/other", "readme.txt")])

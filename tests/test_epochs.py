@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from moe_rl.build import build
 from moe_rl.config import Arm, Measure, Optimizer, RouterNoise
-from moe_rl.recorder import ratio_row
 from moe_rl.registry import Component
 from moe_rl.seeds import SPLIT, derive
 from moe_rl.trainer import split_into_mini_batches, split_rows, warn_void
-from tests.policies.test_hf import make_batch
 from tests.test_trainer import TINY, carry_out, whole_and_cut
 
 TWICE = TINY.replace(epochs=2, mini_batches=2, steps=2, measure=Measure(responses=4, detail_every=1))
@@ -86,38 +82,13 @@ def test_warm_up_counts_the_updates_of_all_epochs(tmp_path):
     assert parts.policy.updates == 8
 
 
-def test_the_dials_dose_grows_over_all_updates_of_a_step(tmp_path):
+def test_the_dose_of_noise_grows_over_all_updates_of_a_step(tmp_path):
     updates = carry_out(TWICE.replace(router_noise=RouterNoise(scale=0.3), steps=1), tmp_path / "run")["updates"]
     assert updates["noise_scale"].tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
 def test_an_interrupted_run_of_two_epochs_ends_identical(tmp_path):
     whole_and_cut(TWICE.replace(steps=4, arm=Arm(name="replay", routes="old_policy")), tmp_path)
-
-
-def test_a_token_counts_once_per_epoch_in_the_ratios_and_clip_fractions_of_a_step():
-    batch = make_batch()
-    batch = replace(batch, advantages=batch.response_mask * (torch.arange(len(batch))[:, None] % 2.0))
-    log_ratio = torch.where(batch.response_mask, torch.linspace(-1, 1, batch.tokens.numel()).view_as(batch.tokens), 0)
-    clipped_by = ((log_ratio > 0.3) & (batch.advantages != 0)).to(torch.int8)
-    one = ratio_row(batch, log_ratio, clipped_by)
-    two = ratio_row(batch, log_ratio.repeat(2, 1), torch.cat([clipped_by, 0 * clipped_by]))
-    assert two["token_n"] == 2 * one["token_n"] and 0 < one["clip_tokens_all"] < one["clip_tokens"]
-    for column in ("token_log_ratio_mean", "token_log_ratio_var", "token_ess"):
-        assert two[column] == pytest.approx(one[column], rel=1e-9)
-    for column in ("clip_tokens", "clip_tokens_all"):
-        assert two[column] == pytest.approx(one[column] / 2, rel=1e-9), "in one of two epochs"
-
-
-def test_a_sequence_is_clipped_when_all_its_tokens_that_no_filter_took_out_are():
-    batch = make_batch()
-    batch = replace(batch, advantages=batch.response_mask.float())
-    counted = batch.response_mask & (batch.response_mask.cumsum(1) > 1)  # a filter took every first token
-    clipped_by = counted.to(torch.int8)
-    row = ratio_row(batch, 0.0 * batch.rollout_logprobs, clipped_by, counted)
-    for unit in ("tokens", "sequences"):
-        assert row[f"clip_{unit}"] == row[f"clip_{unit}_all"] == 1
-    assert row["token_n"] == int(batch.response_mask.sum()), "ratios are of all response tokens"
 
 
 def test_a_runs_clip_fractions_are_of_tokens_that_no_filter_took_out(tmp_path):

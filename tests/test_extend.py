@@ -10,29 +10,15 @@ from pathlib import Path
 import pytest
 
 from moe_rl import cli
-from moe_rl.config import Arm
-from moe_rl.errors import ConfigError
 from moe_rl.storage.frames import load_study
-from moe_rl.study.declaration import TRAINER, load_study_file, write_declaration
-from moe_rl.study.workers import preflight
+from moe_rl.study.declaration import load_study_file, write_declaration
 from tests.test_trainer import TINY
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SECTIONS = re.findall(r"^### (.*)$", PAGE, re.MULTILINE)
-SETTINGS = (
-    "model",
-    "optimizer",
-    "measure",
-    "prompts_per_step",
-    "group_size",
-    "mini_batches",
-    "max_new_tokens",
-    "eval_every",
-    "eval_prompts",
-    "save_every",
-)
+SETTINGS = "model optimizer measure prompts_per_step group_size mini_batches max_new_tokens eval_prompts save_every"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +31,7 @@ def study(tmp_path_factory):
         Path("mine.py").write_text("\n".join(block for block in BLOCKS if block != declared))
         Path("my_study.py").write_text(declared)
         study = load_study_file("my_study.py")
-        small = study.base.replace(steps=2, **{name: getattr(TINY, name) for name in SETTINGS})
+        small = study.base.replace(steps=2, **{name: getattr(TINY, name) for name in SETTINGS.split()})
         study = dataclasses.replace(study, base=small, seeds=(0,))
         planned = study.runs(Path("runs"))
         assert cli.main(["run", "my_study.py", "--dry-run"]) == 0
@@ -85,14 +71,6 @@ def test_a_metric_column_is_the_endpoint_of_a_study(study, capsys):
     assert "own_longest" in capsys.readouterr().out
 
 
-def test_the_task_gives_prompts_and_rewards(study):
-    from mine import Letters
-
-    task = Letters(length=4)
-    assert task.prompts(3, seed=1) == task.prompts(3, seed=1) != task.prompts(3, seed=2)
-    assert task.reward(task.prompts(1, 0)[0], "ar 1") == 0.5 and task.reward(task.prompts(1, 0)[0], "") == 0
-
-
 def test_engine_and_tracker_saw_every_completion_and_step(study):
     runs, rollouts = 2, study.base.prompts_per_step * study.base.group_size
     evaluations = 2 * 2 * study.base.eval_prompts  # greedy and sampled, before training and after it
@@ -119,10 +97,3 @@ def test_the_verb_is_one_of_the_command_line(study, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     assert "best" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("trainer", ["mine:execute", TRAINER])
-def test_parts_of_ones_own_are_refused_before_a_run_begins(study, trainer):
-    broken = dataclasses.replace(study, arms=(Arm(name="broken", terms=("mine:stay",)),), trainer=trainer)
-    with pytest.raises(ConfigError, match="'mine:stay' needs coef"):
-        preflight(broken, broken.runs(Path("runs")))

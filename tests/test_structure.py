@@ -131,7 +131,8 @@ def test_reading_and_declaring_never_imports_torch_and_scipys_statistics_only_wh
 
 
 def test_printing_a_table_never_imports_matplotlib():
-    assert new_interpreter("import sys, moe_rl.results.tables; print('matplotlib' in sys.modules)") == "False\n"
+    code = "import sys, moe_rl.results.tables; print('matplotlib' in sys.modules)"
+    assert new_interpreter(code) == "False\n"
 
 
 def test_rooms_import_nothing_by_themselves_but_those_that_users_import_from():

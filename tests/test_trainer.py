@@ -244,24 +244,6 @@ def test_measuring_changes_no_weight(tmp_path):
     assert weights(tmp_path / "least")[1] == weights(tmp_path / "most")[1]
 
 
-def test_a_diverged_run_keeps_its_rows_and_says_so(tmp_path, monkeypatch):
-    from moe_rl.policies.hf import HFPolicy
-
-    update, calls = HFPolicy.update, []
-
-    def explode(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) > 9:
-            raise Diverged("the gradient norm is nan")
-        return update(self, *args, **kwargs)
-
-    monkeypatch.setattr(HFPolicy, "update", explode)
-    steps = carry_out(TINY, tmp_path / "run")["steps"]
-    assert list(steps["step"]) == [0, 1, 2]
-    with RunFolder.open(tmp_path / "run", TINY.to_dict(), TINY.hash) as folder:
-        assert "gradient norm" in folder.manifest["diverged"]
-
-
 def test_a_diverged_run_that_was_killed_before_it_said_so_is_not_trained_on(tmp_path, monkeypatch):
     """Its last checkpoint holds weights in the middle of a step: to go on from them would train that step again."""
     update, finish, calls = HFPolicy.update, RunFolder.finish, []

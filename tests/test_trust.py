@@ -151,7 +151,8 @@ print(Worker(Planned(Path("a/b/c/seed=0"), RunConfig(arm=Arm(name="grpo"))), "mo
         check=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
     )
-    assert "moe_rl.build" in (tmp_path / "a/b/c/seed=0/log.txt").read_text(), "a worker was there"
+    log = (tmp_path / "a/b/c/seed=0/log.txt").read_text()
+    assert "moe_rl.build" in log, "a worker was there"
     assert not (tmp_path / "ran").exists()
 
 

@@ -38,12 +38,6 @@ def full() -> MiniBatch:
     return MiniBatch(**vars(batch) | values)
 
 
-def test_a_batch_is_one_line(full):
-    assert "\n" not in repr(full) and len(repr(full)) < 300
-    assert repr(full).startswith(f"MiniBatch({len(full)} × {full.tokens.shape[1]} tokens, ")
-    assert repr(make_batch().rows(slice(0, 0))).startswith("Batch(0 × 0 tokens, 0 prompts, 0 response tokens")
-
-
 ROWS = [torch.tensor([7, 2, 9]), torch.tensor([0]), slice(3, 8), slice(None), torch.tensor([4, 4])]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,9 +101,3 @@ def test_traces_are_spliced_and_read_in_parts(tmp_path, monkeypatch, capsys):
     names |= {"first": trace, "second": trace, "third": trace, "one": trace.rows(slice(0, 4))}
     exec(block("splice"), names | {"other": trace.rows(slice(4, 8))})
     assert capsys.readouterr().out == "1.0\n"
-
-
-def test_without_trl_the_adapter_says_how_to_install_it():
-    code = "import sys; sys.modules['trl'] = None\nimport moe_rl.integrations.trl"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PAGE.parents[1])
-    assert done.returncode == 1 and "pip install 'moe_rl[trl]'" in done.stderr.splitlines()[-1]

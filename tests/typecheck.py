@@ -1,8 +1,8 @@
 """The run-time type checker of the tests: every annotated shape in `moe_rl` is checked at every call.
 
 What `jaxtyping.jaxtyped` puts on a function binds its arguments, and checks them twice at every call, which was 60 % of
-the seconds of a tiny training. What `check` puts there refuses the same calls, and more: of the tensors inside a list,
-a tuple of any length or a dictionary beartype looks at one, drawn at random, and `refuse` at all.
+the seconds of a tiny training. What `check` puts there refuses the same calls. Of the tensors inside a list, a tuple of
+any length or a dictionary beartype looks at one, drawn at random.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from types import SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -57,53 +57,14 @@ def check(made: Any) -> Any:
     others = {name: hint for name, hint in hints.items() if name not in classes}
     if not any(map(has_shape, others.values())) and not made.__code__.co_flags & VARIADIC:
         return once_per_shape(typed(made, others) if others else made, classes)
-    checked, signature = typed(made, hints), inspect.signature(made)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind == inspect.Parameter.VAR_POSITIONAL and name in hints:
-            hints[name] = tuple[hints[name], ...]  # type: ignore[valid-type]
-    where, many = f"{made.__module__}.{made.__qualname__}: ", any(map(holds_many, hints.values()))
+    checked = typed(made, hints)
 
     @functools.wraps(made)
     def with_axes(*arguments: Any, **named: Any) -> Any:
         with jaxtyped("context"):
-            if not many:
-                return checked(*arguments, **named)
-            given = signature.bind(*arguments, **named).arguments
-            for name in filter(given.__contains__, hints):
-                if has_shape(hints[name]):
-                    refuse(given[name], hints[name], f"{where}{name} ")
-            result = checked(*arguments, **named)
-            if holds_many(hints.get("return")):
-                refuse(result, hints["return"], f"{where}return ")
-            return result
+            return checked(*arguments, **named)
 
     return with_axes
-
-
-def refuse(value: Any, hint: Any, where: str) -> None:
-    """Raise unless a value, and all that it holds, are what the annotation says."""
-    if (held := elements(hint, value)) is None:
-        die_if_unbearable(value, hint, conf=SETTINGS, exception_prefix=where)
-    else:
-        inner, values = held
-        for one in values:
-            refuse(one, inner, where)
-
-
-def elements(hint: Any, value: Any) -> tuple[Any, Iterable[Any]] | None:
-    """What the elements of a list, a tuple of any length or a dictionary must be, and they; None of anything else."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if isinstance(value, Mapping) and len(inner) == 2 and isinstance(kind, type) and issubclass(kind, Mapping):
-        return inner[1], value.values()
-    return (inner[0], value) if isinstance(value, list | tuple) and holds_many(hint) else None
-
-
-def holds_many(hint: Any) -> bool:
-    """Whether it is a list, tuple or dictionary of any number of tensors."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if not (isinstance(kind, type) and issubclass(kind, Sequence | Mapping)) or not has_shape(hint):
-        return False
-    return not issubclass(kind, tuple) or inner[1:] == (Ellipsis,)
 
 
 def typed(function: Callable, hints: dict[str, Any]) -> Callable:
