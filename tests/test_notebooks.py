@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import matplotlib
-import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,9 +43,3 @@ def test_read_a_study(monkeypatch, capsys):
     assert names["result"].n == 3 and names["result"].p_smallest == 0.25
     assert len(names["ax"].lines) == 9
     assert "gspo_short − grpo: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["watch_routes_move.ipynb", "router_noise.ipynb", "read_a_study.ipynb"])
-def test_notebooks_are_committed_with_their_outputs(name):
-    cells = json.loads((ROOT / "notebooks" / name).read_text())["cells"]
-    assert any(cell.get("outputs") for cell in cells)

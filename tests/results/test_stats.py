@@ -48,6 +48,13 @@ def test_from_twelve_seeds_on_the_bootstrap_is_used_and_is_reproducible():
     assert stats.interval(values[:11]).method == "95% Student t"
 
 
+def test_bootstrap_interval_of_many_normal_values_is_the_normal_interval():
+    values = np.random.default_rng(1).normal(size=400)
+    got, half = stats.interval(values), 1.96 * values.std(ddof=1) / 20
+    assert got.high - got.mean == pytest.approx(half, rel=0.06)
+    assert got.mean - got.low == pytest.approx(half, rel=0.06)
+
+
 def test_seeds_that_agree_have_an_interval_of_zero_width():
     for n in (4, 9):
         got = stats.interval([0.25] * n)

@@ -24,6 +24,7 @@ from moe_rl.storage.provenance import (
     git_state,
     inputs_of,
     instruction_set,
+    merged_git,
     package_versions,
     processor,
 )
@@ -163,6 +164,16 @@ def test_a_run_without_a_checkout_says_why_it_has_no_commit(tmp_path, monkeypatc
     monkeypatch.setenv("PATH", "")
     assert "git" in git_state(tmp_path)["why"]
     git_state.cache_clear()
+
+
+def test_a_run_that_goes_on_names_every_commit_and_stays_dirty():
+    a, b = {"commit": "a", "dirty": True}, {"commit": "b", "dirty": False}
+    assert merged_git(None, a) == merged_git(a, a) == a
+    assert merged_git(a, b) == {"commit": "a then b", "dirty": True}
+    assert merged_git({"commit": "a then b", "dirty": False}, b) == {"commit": "a then b", "dirty": False}
+    unknown = {"commit": None, "dirty": None, "why": "no git"}
+    assert merged_git(unknown, b) == b and merged_git(b, unknown) == {"commit": "b", "dirty": False, "why": "no git"}
+    assert merged_git(None, unknown) == unknown
 
 
 def test_a_run_says_on_which_processors_it_ran(tmp_path, config, monkeypatch):
