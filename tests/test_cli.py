@@ -322,20 +322,6 @@ def test_a_declaration_that_cannot_be_reported_is_noticed_before_anything_runs(t
     assert words in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
-def test_list_shows_state_age_and_time_left(tmp_path, capsys):
-    fake_runs(tmp_path, seeds=(0,))
-    config = fake_study.study.base.replace(seed=1)
-    path = tmp_path / "fake" / "grpo" / "base" / "seed=1"
-    with RunFolder.open(path, config.to_dict(), config.hash) as folder:
-        folder.progress(2, seconds_per_step=60.0, reward=0.25)
-        assert cli.main(["runs", "list", str(tmp_path)]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert rows[0].split() == ["run", "state", "step", "reward", "changed", "left"] and len(rows) == 5
-    running = next(row for row in rows if "seed=1" in row)
-    assert all(word in running for word in ("running", "2/12", "0.250", "0 s ago", "10 min"))
-    assert sum("finished" in row and "12/12" in row for row in rows) == 3
-
-
 def test_diff_exits_with_one_and_names_the_row(tmp_path, capsys):
     a, b = fake_runs(tmp_path / "a", seeds=(0,)), fake_runs(tmp_path / "b", seeds=(0, 1))
     assert cli.main(["runs", "diff", str(a / "grpo/base/seed=0"), str(b / "grpo/base/seed=0")]) == 0

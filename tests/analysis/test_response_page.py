@@ -127,15 +127,6 @@ def test_routes_of_other_tokens_or_another_model_are_refused(tmp_path, other, sa
         write_response_page([pair(tmp_path)[0], pair(tmp_path / "other", **other)[1]], tmp_path / "page.html")
 
 
-def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):
-    before, after = pair(tmp_path)
-    assert cli.main(["checkpoint", "view", str(before), str(after), "--out", str(tmp_path / "x" / "page.html")]) == 0
-    assert "page.html: response 0" in capsys.readouterr().out
-    none, page = str(tmp_path / "none"), str(tmp_path / "page.html")
-    assert cli.main(["checkpoint", "view", str(before), none, "--out", page]) == 2
-    assert "no trace file" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("given", [["moved"], ["moved/traces/before", "moved/traces/after"]])
 def test_a_folder_of_one_trace_stands_for_it(tmp_path, monkeypatch, given, capsys):
     monkeypatch.chdir(tmp_path)

@@ -89,15 +89,10 @@ def test_the_page_says_what_was_asked_found_and_used(page):
     assert reader.tags.count("img") + reader.text.count("No figure") == 3 + len(figures.TOGETHER)
 
 
-def test_arms_are_texts_and_settings_have_all_their_values(page):
-    _, reader = page
-    assert "gspo(clip_low=0.01,clip_high=0.013)" in "".join(reader.text.split())
-    assert all(name in reader.text for name in ("optimizer.lr", "group_size", "0.0002"))
-
-
-def test_rollouts_are_a_grid_of_arms_and_seeds(tmp_path, monkeypatch):
+def test_rollouts_are_a_grid_of_arms_and_seeds_and_runs_without_a_gradient_are_named(tmp_path, monkeypatch):
     pages = [("grpo", 0, "a.html"), ("grpo", 1, "b.html"), ("gspo", 1, "c.html")]
     monkeypatch.setattr("moe_rl.results.study_page.write_pages", lambda runs, out: pages)
+    monkeypatch.setattr("moe_rl.results.study_page.untrained", lambda frames: "no gradient in 1 of 6 runs")
     monkeypatch.setattr("moe_rl.results.study_page._figures", lambda *_, **__: ())
     write_declaration(fake_study.study, tmp_path)
     write_study_page(fake_runs(tmp_path), tmp_path / "page.html")
@@ -107,6 +102,7 @@ def test_rollouts_are_a_grid_of_arms_and_seeds(tmp_path, monkeypatch):
     )
     links = {arm: [cell.split('"')[1:2] for cell in cells.split("</td>")[:2]] for arm, cells in rows}
     assert links == {"grpo": [["a.html"], ["b.html"]], "gspo": [[], ["c.html"]]}
+    assert "no gradient in 1 of 6 runs" in text
 
 
 @pytest.mark.parametrize(

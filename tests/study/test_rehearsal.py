@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_rl.config import Arm, ModelConfig
+from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError
-from moe_rl.models.load import load, save_checkpoint
 from moe_rl.registry import Component
 from moe_rl.study import rehearsal
 from moe_rl.study.declaration import Planned
@@ -129,14 +128,6 @@ def test_a_preview_shows_prompt_and_answer_and_what_does_not_fit():
 def test_reference_answers_that_are_not_right_are_a_caution():
     _, (caution,) = preview(TINY.replace(task=Component("rehearsed:Words", fault="low"), max_new_tokens=9))
     assert "512 of 512" in caution and "'yes' to 'word 0' has 0.5" in caution
-
-
-def test_a_prompt_is_shown_in_its_chat_template(tmp_path):
-    loaded = load(TINY.model, 0)
-    loaded.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} [/]{% endfor %}"
-    save_checkpoint(loaded.model, loaded.tokenizer, tmp_path / "chatty")
-    lines, _ = preview(TINY.replace(task="rehearsed:Words", model=ModelConfig(name=str(tmp_path / "chatty"))))
-    assert dict(lines)["prompt"].startswith("'[user] word 0")
 
 
 @pytest.mark.parametrize(
