@@ -18,6 +18,7 @@ from moe_rl.storage import folder as runs
 from moe_rl.storage.frames import diff
 from moe_rl.study.workers import carry_out, environment
 from tests.fake_study import study
+from tests.forked import Forked
 
 STEPS = 12
 
@@ -33,7 +34,7 @@ def plan(tmp_path, monkeypatch):
 
 
 def work(plan: Path, *words: str, nap: float = 0.1) -> subprocess.Popen:
-    return subprocess.Popen(
+    return Forked(
         [sys.executable, "-m", "moe_rl", "work", str(plan), "0", *words],
         text=True,
         stdout=subprocess.PIPE,
