@@ -259,7 +259,8 @@ class HFPolicy:
             batch.routes.require_known()
         self.optimizer.zero_grad(set_to_none=True)
         metrics: Counter[str] = Counter()
-        parts, loss, positions, real = [], 0.0, 0, 0
+        parts, loss = [], 0.0
+        positions = real = 0
         looks = "router" in objective.needs
         inputs_of = self._router_inputs(batch, objective, noise) if looks else lambda rows, part, routed: {}
         cuts = self._cut(batch, self.micro_batch)
@@ -275,8 +276,8 @@ class HFPolicy:
             positions, real = positions + part.tokens.numel(), real + int(part.attention_mask.sum())
             metrics.update(out.metrics)
             parts.append(move_beside(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
-        metrics["padding"] = (1 - real / positions) / ranks.world()  # ranks add theirs up
-        return self._join(parts, batch, cuts), loss, dict(metrics)
+        padding = (1 - real / positions) / ranks.world()  # ranks add theirs up
+        return self._join(parts, batch, cuts), loss, {**metrics, "padding": padding}
 
     def _prepare_backward(self, last: bool) -> None:
         """Called before the backward of every micro-batch; `last`: of the mini-batch's last one."""
