@@ -285,7 +285,7 @@ def test_a_number_of_seeds_is_not_taken_for_a_seed():
         (["run", "routing_reply"], "did you mean routing_replay?"),
         (["run", "routing_replay", "--dry-run", "--set", "model.name=/nowhere"], "'/nowhere'"),
         (["run", "routing_replay", "--set", "model.device=cuda:99"], "cuda:99"),
-        *(([*words, "nowhere"], "nowhere") for words in (["plot"], ["report"], ["rerun"], ["runs", "list"])),
+        *(([*words, "nowhere"], "nowhere") for words in (["plot"], ["report"], ["runs", "repeat"], ["runs", "list"])),
         (["runs", "export", TABLES, "--to", FAKE], "File exists"),
         *((["plot", TABLES, "--width", text], f"--width {text}: give") for text in ("0", "nan", "")),
         (["watch", TABLES, "--every", "0"], "--every 0: give the seconds"),

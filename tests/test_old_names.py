@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from moe_rl import routing
+from moe_rl import cli, routing
 from moe_rl.objectives import policy_loss
 from moe_rl.objectives.losses import LossOutput
 from moe_rl.routing import Layout, MoeLayer
@@ -41,3 +41,10 @@ def test_an_old_argument_of_the_loss_is_the_new_one():
     with pytest.deprecated_call(match="importance_weights"):
         old = policy_loss("grpo", **x, trust=half)
     assert old.loss == policy_loss("grpo", **x, importance_weights=half).loss
+
+
+@pytest.mark.parametrize("old", cli.MOVED)
+def test_old_names_of_commands_say_the_new_one_and_do_the_same(old, tmp_path, capsys):
+    ends = [(cli.main([*words, str(tmp_path)]), capsys.readouterr()) for words in ([old], cli.MOVED[old].split())]
+    assert ends[0][0] == ends[1][0] == 2
+    assert cli.MOVED[old] in ends[0][1].err and ends[0][1].err.endswith(ends[1][1].err)

@@ -70,9 +70,9 @@ COMMANDS = {
     "runs read": ["{run}"],
     "runs export": [],
     "runs collect": ["--out", "collected"],
-    "rerun": ["--out", "again"],
+    "runs repeat": ["--out", "again"],
     "runs export --to tensorboard": [],
-    "cancel": [],
+    "runs cancel": [],
     "run": [fake_study.__file__, "--arms", "gspo", "--mix-code", "--out", "."],
     "work": ["{plan}", "0"],
 }
@@ -86,8 +86,8 @@ ENDS = {
     "runs read": "stores no rollouts",
     "runs export": 0,
     "runs collect": 0,
-    "rerun": "name code from outside",
-    "cancel": "no run below",
+    "runs repeat": "name code from outside",
+    "runs cancel": "no run below",
     "run": 0,
     "runs export --to tensorboard": "not installed",
     "work": 2,
@@ -98,7 +98,7 @@ ENDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_that_reads_a_folder_runs_what_its_files_name(folder, command, capsys, forked_workers):
     run, other = sorted(folder.glob("*/*/seed=0"))[:2]
-    if command == "rerun":
+    if command == "runs repeat":
         name(folder, trainer="payload:boom")
     arguments = [word.format(run=run, other=other, plan=folder / "study.json") for word in COMMANDS[command]]
     first = [str(folder)] if command not in ("run", "work") and "{run}" not in COMMANDS[command] else []
@@ -161,7 +161,7 @@ print(Worker(Planned(Path("a/b/c/seed=0"), RunConfig(arm=Arm(name="grpo"))), "mo
 )
 def test_a_trainer_that_is_not_the_packages_needs_trust(folder, trainer, capsys, forked_workers):
     name(folder, trainer=trainer)
-    assert cli.main(["rerun", str(folder), "--out", "again"]) == 2
+    assert cli.main(["runs", "repeat", str(folder), "--out", "again"]) == 2
     assert "--trust" in capsys.readouterr().err and not (folder.parent / "ran").exists()
 
 
@@ -179,7 +179,7 @@ def test_git_is_not_asked_about_a_folder_that_was_sent(folder, tmp_path, capsys,
     (tmp_path / "ran").unlink()
     rows = pd.read_parquet("tables/runs.parquet").assign(declared=json.dumps({"file": "mine.py", "sources": {}}))
     rows.assign(config=rows["config"].str.replace('"running_sums"', '"unknown"')).to_parquet("tables/runs.parquet")
-    assert cli.main(["rerun", "tables/gspo/base/seed=0", "--out", "again"]) == 2
+    assert cli.main(["runs", "repeat", "tables/gspo/base/seed=0", "--out", "again"]) == 2
     assert "is called 'unknown'" in capsys.readouterr().err and not (tmp_path / "ran").exists()
 
 

@@ -16,20 +16,20 @@ from moe_rl.errors import MoeRlError
 from moe_rl.storage.terminal import harmless
 
 COMMANDS = {
-    "run": ("moe_rl.cli.running:run", "Run a study, or continue it; print tables and draw figures."),
-    "rerun": ("moe_rl.cli.running:rerun", "Run stored runs again with their settings, and compare results."),
-    "cancel": ("moe_rl.cli.running:cancel", "Remove the runs below a folder from the cluster's queue."),
-    "work": ("moe_rl.cli.running:work", "Carry out one run of a plan, as a scheduler does."),
     "new": ("moe_rl.cli.new:new", "Create a folder with your own study, ready to run, and tests."),
-    "methods": ("moe_rl.cli.listing:methods", "List all methods with their sources, or explain one of them."),
-    "list": ("moe_rl.cli.listing:list_names", "List tasks, models, settings, columns, methods or figures."),
-    "plot": ("moe_rl.cli.tables:plot", "Print a study's tables and draw its figures."),
-    "report": ("moe_rl.cli.tables:report", "Write a study as one web page: tables, figures, settings, cost."),
+    "run": ("moe_rl.cli.running:run", "Run a study, or continue it; print tables and draw figures."),
     "watch": ("moe_rl.cli.tables:watch", "Write a study's page again and again while it trains."),
+    "report": ("moe_rl.cli.tables:report", "Write a study as one web page: tables, figures, settings, cost."),
+    "plot": ("moe_rl.cli.tables:plot", "Print a study's tables and draw its figures."),
+    "diagnose": ("moe_rl.analysis.commands:diagnose", "Find out why engine and trainer disagree on log-probs."),
+    "list": ("moe_rl.cli.listing:list_names", "List tasks, models, settings, columns, methods or figures."),
+    "methods": ("moe_rl.cli.listing:methods", "List all methods with their sources, or explain one of them."),
     "runs list": ("moe_rl.cli.runs:list_runs", "List the runs below a folder: state, age, time left."),
     "runs show": ("moe_rl.cli.runs:show", "Print a run's manifest and its last rows."),
     "runs read": ("moe_rl.cli.runs:read", "Print rollouts of a run: responses, rewards, clipped tokens."),
     "runs diff": ("moe_rl.cli.runs:diff", "Find where two runs first differ, and which settings differ."),
+    "runs repeat": ("moe_rl.cli.running:rerun", "Run stored runs again with their settings, and compare results."),
+    "runs cancel": ("moe_rl.cli.running:cancel", "Remove the runs below a folder from the cluster's queue."),
     "runs collect": ("moe_rl.cli.tables:collect", "Write the tables of a finished study as a few small files."),
     "runs export": ("moe_rl.cli.tables:export", "Export the tables of runs as CSV, or to a tracker."),
     "runs import": ("moe_rl.integrations.verl.commands:import_run", "Import a run of verl from its log."),
@@ -39,11 +39,13 @@ COMMANDS = {
     ),
     "checkpoint evaluate": ("moe_rl.analysis.commands:evaluate", "Measure avg@k, pass@k and maj@k on your problems."),
     "checkpoint view": ("moe_rl.analysis.commands:view", "Write a web page that compares the routing of one response."),
-    "diagnose": ("moe_rl.analysis.commands:diagnose", "Find out why engine and trainer disagree on log-probs."),
+    "work": ("moe_rl.cli.running:work", "Carry out one run of a plan, as a scheduler does."),
 }
 """By name, the `module:attribute` of a `Verb`, and its line in the list of commands."""
+MOVED = {"rerun": "runs repeat", "cancel": "runs cancel"}
+"""Names of before 0.2, which work until 0.3."""
 GROUPS = {
-    "runs": "Stored runs: list, show, read, diff, collect, export, import.",
+    "runs": "Stored runs: list, show, read, diff, repeat, cancel, collect, export, import.",
     "checkpoint": "Model checkpoints: compare, evaluate, view.",
 }
 """First words that others follow."""
@@ -59,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         words = [*(sys.argv[1:] if arguments is None else arguments)]
+        if words and (now := MOVED.get(words[0])):
+            print(f"moe-rl: {words[0]} is called {now} now. The old name works until 0.3.", file=sys.stderr)
+            words[:1] = now.split()
         options = parser_of(words).parse_args(words)
         return options.action(options)
     except MoeRlError as error:
@@ -94,12 +99,12 @@ def parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
     version = next((package.version for package in installed), "(not installed)")
     parser.add_argument("--version", action="version", version=f"moe-rl {version}", help="print the version")
     below = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
-    for group, summary in GROUPS.items():
-        added = below[""].add_parser(group, help=summary, description=summary)
-        below[group] = added.add_subparsers(metavar="COMMAND", required=True)
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=20)
     for name, (_, summary) in COMMANDS.items():
         group, _, word = name.rpartition(" ")
+        if group not in below:
+            added = below[""].add_parser(group, help=GROUPS[group], description=GROUPS[group])
+            below[group] = added.add_subparsers(metavar="COMMAND", required=True)
         shown: dict[str, Any] = {} if name in HIDDEN else {"help": summary}
         added = below[group].add_parser(word, description=summary, allow_abbrev=False, formatter_class=form, **shown)
         if [*words[: len(name.split())]] == name.split():

@@ -133,11 +133,11 @@ def _carried_out(
     JOBS,
     argument("--trust", action="store_true", help="run the code from outside moe_rl that the rows name"),
     examples="""
-  moe-rl rerun studies/routing_replay --out again   every run
-  moe-rl rerun studies/routing_replay/gspo/lag=0/seed=0 --out again
-  moe-rl rerun studies/routing_replay/gspo/lag=0/seed=0 --steps 3
+  moe-rl runs repeat studies/routing_replay --out again   every run
+  moe-rl runs repeat studies/routing_replay/gspo/lag=0/seed=0 --out again
+  moe-rl runs repeat studies/routing_replay/gspo/lag=0/seed=0 --steps 3
                                 only three steps: seconds
-  moe-rl rerun studies/many_turns --out again --trust
+  moe-rl runs repeat studies/many_turns --out again --trust
                                 its rows use losses of studies/""",
 )
 def rerun(options: argparse.Namespace) -> int:
@@ -156,8 +156,8 @@ def rerun(options: argparse.Namespace) -> int:
 @verb(
     argument("folder", type=Path, help="folder of a study, an arm or a run"),
     examples="""
-  moe-rl cancel runs/routing_replay         all its runs
-  moe-rl cancel runs/routing_replay/gspo_short   the runs of one arm
+  moe-rl runs cancel runs/routing_replay         all its runs
+  moe-rl runs cancel runs/routing_replay/gspo_short   the runs of one arm
 Checkpoints are kept: `moe-rl run STUDY --launcher slurm` continues the runs.""",
 )
 def cancel(options: argparse.Namespace) -> int:

@@ -159,7 +159,7 @@ def watch(options: argparse.Namespace) -> int:
     examples="""
   moe-rl runs collect runs/routing_replay --out studies/routing_replay
   moe-rl runs collect runs/my_study --out results/my_study --also 'margin_*'
-plot, report, rerun, runs show and runs export also read the new folder.""",
+plot, report, runs repeat, runs show and runs export also read the new folder.""",
 )
 def collect(options: argparse.Namespace) -> int:
     """Write the compact tables, and say how large they are."""

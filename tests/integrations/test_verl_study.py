@@ -414,9 +414,9 @@ def test_an_imported_run_claims_no_settings_and_cannot_be_run_again(tmp_path, mo
     assert main(["report", "runs/mine"]) == 0
     page = (tmp_path / "runs/mine/report.html").read_text()
     assert "running_sums" not in page and "optimizer.lr" not in page and "torch" not in page
-    assert "<td>steps</td><td>2</td>" in page and "moe-rl rerun" not in page
+    assert "<td>steps</td><td>2</td>" in page and "moe-rl runs repeat" not in page
     assert main(["plot", "runs/mine"]) == 0 and "does not replay" not in capsys.readouterr().out
-    assert main(["rerun", "runs/mine", "--out", "again"]) == 2
+    assert main(["runs", "repeat", "runs/mine", "--out", "again"]) == 2
     assert "imported" in capsys.readouterr().err
 
 

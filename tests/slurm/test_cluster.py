@@ -172,14 +172,14 @@ def test_list_shows_the_schedulers_state_and_cancel_ends_it(cluster, tmp_path, c
     shown = capsys.readouterr().out
     assert len(re.findall(r"running \(\d+_\d RUNNING\)", shown)) == 2, shown
     assert len(re.findall(r"waiting \(\d+_\d PENDING: JobArrayTaskLimit\)", shown)) == 4, shown
-    moe_rl("cancel", str(tmp_path / "fake" / "gspo"))
+    moe_rl("runs", "cancel", str(tmp_path / "fake" / "gspo"))
     assert capsys.readouterr().out.startswith("2 cancelled: ")
-    moe_rl("cancel", str(tmp_path / "fake"))
+    moe_rl("runs", "cancel", str(tmp_path / "fake"))
     assert capsys.readouterr().out.startswith("4 cancelled: ")
     until(lambda: not queue() and not workers(tmp_path))
     assert "running" not in states(tmp_path) and "failed" not in states(tmp_path)
     assert "told to stop; step" in said(tmp_path), "committed within KillWait"
-    assert cli.main(["cancel", str(tmp_path / "fake")]) == 2
+    assert cli.main(["runs", "cancel", str(tmp_path / "fake")]) == 2
     assert "queue" in capsys.readouterr().err
 
 

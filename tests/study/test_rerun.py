@@ -88,7 +88,7 @@ def new_interpreters(monkeypatch):
 
 
 def test_a_studys_own_modules_are_found_above_its_results(results, tmp_path, elsewhere, new_interpreters, capsys):
-    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "again"), "--jobs", "1", "--trust"]) == 0
+    assert cli.main(["runs", "repeat", str(results), "--out", str(tmp_path / "again"), "--jobs", "1", "--trust"]) == 0
     out = capsys.readouterr().out
     assert "bit for bit" in " ".join(out.split())
 
@@ -181,12 +181,12 @@ def test_rows_of_different_settings_are_run_again_each_as_it_says(results, tmp_p
 
 # ---------------------------------------------------------------------- the first steps alone
 def test_the_first_steps_alone_are_run_and_compared(results, tmp_path, elsewhere, capsys):
-    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "a"), "--trust", "--steps", "2"]) == 0
+    assert cli.main(["runs", "repeat", str(results), "--out", str(tmp_path / "a"), "--trust", "--steps", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "another checkpoint" in text and "2 of 3 steps" in text and "equal values" in text
     run = tmp_path / "a" / "mine" / "grpo" / "base" / "seed=0"
     assert read_table(run, "steps")["step"].to_list() == [1, 2]
-    assert cli.main(["rerun", str(results), "--out", str(tmp_path / "b"), "--trust", "--steps", "0"]) == 2
+    assert cli.main(["runs", "repeat", str(results), "--out", str(tmp_path / "b"), "--trust", "--steps", "0"]) == 2
     assert "steps=0" in capsys.readouterr().err
 
 
