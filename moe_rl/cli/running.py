@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,14 +90,27 @@ def run(options: argparse.Namespace) -> int:
     ranks.from_rank_0(lambda: unfinished(planned, options.mix_code))  # refuses before anything is written
     if options.dry_run:
         if command := beside(study, "command"):  # of another trainer
-            for p in planned:
-                say(console, ("command", "bold"), f" {command(p.config, p.path)}")
+            _print_commands(console, {p.path: command(p.config, p.path) for p in planned})
         return 0
     written, keep = declared if {*study.arms} <= {*declared.arms} else study, bool(own_arms or options.arm)
     if changed := ranks.from_rank_0(lambda: write_declaration(written, options.out, keep=keep)):
         text = f" {options.out / study.name} contains runs of an earlier version of the study, with another "
         say(console, ("warning", "yellow"), text + ", ".join(changed), wrap=True)
     return _carried_out(console, study, planned, jobs, cluster, options)
+
+
+def _print_commands(console: Console, commands: Mapping[Path, str]) -> None:
+    """The command of the first run, and for each other run the words that it has instead, or does not have."""
+    from moe_rl.storage.terminal import say
+
+    paths, (first, *others) = [*commands], [shlex.split(text) for text in commands.values()]
+    say(console, ("command", "bold"), f" {shlex.join(first)}")
+    for path, words in zip(paths[1:], others, strict=True):
+        own = [word for word in words if word not in first]
+        keys = {word.partition("=")[0] for word in words}
+        without = [word for word in first if word.partition("=")[0] not in keys]
+        lacks = f", without {shlex.join(without)}" if without else ""
+        say(console, ("the same", "bold"), f" for {path}, with {shlex.join(own)}{lacks}")
 
 
 def _carried_out(

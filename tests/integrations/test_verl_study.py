@@ -366,7 +366,7 @@ DECLARED = """
 from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
 from moe_rl.study.declaration import Study
 
-study = Study(name="in_verl", question="?", hypothesis="!", arms=("grpo+old_policy",), seeds=(0,),
+study = Study(name="in_verl", question="?", hypothesis="!", arms=("grpo+old_policy", "sapo"), seeds=(0,),
               base=RunConfig(arm=Arm(name="a"), model=ModelConfig(name={name!r}), cold_start=ColdStart(target=0),
                              steps=2, prompts_per_step=4, mini_batches=2, eval_prompts=8, engine="vllm"))
 """
@@ -380,6 +380,8 @@ def test_a_dry_run_prints_verl_s_command_and_starts_nothing(checkpoint, tmp_path
     shown = "".join(capsys.readouterr().out.split())
     assert "python-mverl.trainer.main_ppo" in shown and "trainer.n_gpus_per_node=8" in shown
     assert "verl/train.parquet" in shown and not (tmp_path / "runs").exists()
+    first, others = shown.split("thesamefor")
+    assert first.count("verl.trainer.main_ppo") == 1 and '"moe_rl:sapo"' in others and "main_ppo" not in others
     if importlib.util.find_spec("verl") is None:
         assert main(call[:-1]) == 2 and "--trainer verl needs verl" in capsys.readouterr().err
     assert main([*call, "--set", "router_noise.scale=2.0"]) == 2
