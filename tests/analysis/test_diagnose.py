@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+
 import numpy as np
 import pytest
 import torch
@@ -222,8 +224,10 @@ def test_the_page_escapes_what_comes_from_outside(engine, tmp_path):
     deepseek = engine("deepseek_v3")
     entries = [e | {"weight_version": "\x1b[31m9" if n else "<i>"} for n, e in enumerate(deepseek.honest())]
     out = tmp_path / "new" / "x.html"
-    write_page(answer(deepseek, entries), out, rollouts="<script>alert(1)</script>", checkpoint="&")
+    diagnosis = answer(deepseek, entries)
+    write_page(diagnosis, out, rollouts="<script>alert(1)</script>", checkpoint="&")
     page = out.read_text()
+    assert all(f"<td>{html.escape(fit.name)}" in page for fit in diagnosis.fits)
     assert "<script" not in page and "<i>" not in page and "&lt;i&gt;" in page and "\\x1b[31m9" in page
 
 

@@ -52,7 +52,7 @@ def write_page(diagnosis: Diagnosis, out: Path, *, rollouts: str, checkpoint: st
     page = Environment(autoescape=True).from_string(template)
     text = page.render(
         found=diagnosis,
-        tables=[tabulate_fits(diagnosis)],
+        tests=tabulate_fits(diagnosis),
         bars={KINDS[kind]: [_bar(x, places) for x in places] for kind, places in by_kind.items() if places},
         rollouts=rollouts,
         checkpoint=checkpoint,
