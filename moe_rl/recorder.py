@@ -181,6 +181,8 @@ class Recorder:
         columns = {f"seconds_{phase}": value for phase, value in seconds.items()}
         columns |= {"seconds_step": sum(seconds.values()), "memory_peak_mb": peak_memory_mb()}
         columns["tokens_per_second"] = int(self.batch.attention_mask.sum()) / columns["seconds_step"]
+        if (padding := getattr(self.policy, "padding", None)) is not None:
+            columns["padding"] = padding
         if torch.cuda.is_initialized():
             columns["memory_device_peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
             if (model := getattr(self.policy, "model", None)) is not None:

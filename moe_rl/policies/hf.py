@@ -157,6 +157,8 @@ class HFPolicy:
         self.device = next(model.parameters()).device
         self.biases = correction_biases(model) if optimizer.loss_free_bias else []
         self.updates = 0
+        self.padding: float | None = None
+        """The share of positions of the last update's forwards that hold no token."""
         self.last_gradient: list[Tensor] | None = [] if gradient_cosine else None
         if activation_checkpointing:
             checkpoint_activations(model, reentrant=activation_checkpointing == "reentrant")
@@ -276,8 +278,8 @@ class HFPolicy:
             positions, real = positions + part.tokens.numel(), real + int(part.attention_mask.sum())
             metrics.update(out.metrics)
             parts.append(move_beside(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
-        padding = (1 - real / positions) / ranks.world()  # ranks add theirs up
-        return self._join(parts, batch, cuts), loss, {**metrics, "padding": padding}
+        self.padding = 1 - real / positions
+        return self._join(parts, batch, cuts), loss, dict(metrics)
 
     def _prepare_backward(self, last: bool) -> None:
         """Called before the backward of every micro-batch; `last`: of the mini-batch's last one."""

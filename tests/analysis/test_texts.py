@@ -59,7 +59,6 @@ def test_every_form_marks_its_response(tmp_path, line, whole, response):
 def test_the_rows_of_a_response_are_those_before_its_tokens(tmp_path):
     (batch,) = texts(tmp_path, {"prompt": "abc", "response": "de"}).batches()
     assert batch.response_rows[0].tolist() == [False, False, True, True, False]
-    assert batch.prompt_rows[0].tolist() == [True, True, False, False, False]
 
 
 def test_a_response_whose_reasoning_the_template_drops_is_refused(tmp_path):

@@ -22,7 +22,8 @@ The tests' docstrings name the public issues. A file is named where the test is 
 15 the last prompt token loses its route      test_the_last_prompt_token_keeps_its_route_however_little_is_sampled
 16 stale rows of a longer request             test_rows_beyond_the_sequence_are_refused
 17 routes of newer weights than log-probs,    test_routes_of_two_weight_versions_do_not_become_one_trace
-   a server that still has old weights        test_a_push_that_did_not_arrive_is_an_error (integrations/test_server.py)
+   a server that still has old weights
+       test_a_lost_push_is_noticed_by_the_count_or_else_by_completions (integrations/test_push.py)
 18 a capture of zeros                         test_a_capture_of_zeros_is_refused_layer_by_layer
 19 ids beyond 255 in a byte                   test_experts_beyond_255_survive_recording_saving_and_replay
 20 replay without routes,                     test_replay_without_routes_is_an_error_and_of_some_reports_its_share

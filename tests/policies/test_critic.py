@@ -18,6 +18,7 @@ from moe_rl.objectives import objective_of
 from moe_rl.objectives.methods import arm
 from moe_rl.policies.critic import HFCritic
 from moe_rl.registry import Component
+from moe_rl.storage.columns import timing
 from moe_rl.trainer import warn_void
 from tests.conftest import FAMILIES
 from tests.conftest import build as tiny
@@ -184,7 +185,7 @@ def test_a_critic_that_learns_nothing_is_none(tmp_path):
     tables = {name: carry_out(run, tmp_path / name) for name, run in (("gae", never), ("returns", rewards))}
     for name, frame in tables["returns"].items():
         same = tables["gae"][name][list(frame)]
-        steady = [c for c in frame if not c.startswith(("seconds_", "memory_"))]
+        steady = [c for c in frame if not timing(c)]
         pd.testing.assert_frame_equal(same[steady], frame[steady], check_exact=True)
     assert weights(tmp_path / "gae")[1] == weights(tmp_path / "returns")[1]
     assert not list((tmp_path / "returns").glob("commit/*/checkpoint/critic*"))
