@@ -25,7 +25,7 @@ from moe_rl.config import SCORED, Optimizer, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.models.adapters import ATTENTION, add_adapters, merged
 from moe_rl.models.compilation import check_backend, compile_parts, try_parts
-from moe_rl.models.load import LoadedModel, load
+from moe_rl.models.load import LoadedModel, load, skeleton
 from moe_rl.models.master_weights import TrainedWeights
 from moe_rl.models.memory import fit_tokens
 from moe_rl.models.vocabulary import LOGITS, entropy_of, head_is_apart, head_of, log_probs_in_pieces
@@ -55,10 +55,19 @@ WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
 BIAS = "e_score_correction_bias"
 
 
-def _check(run: RunConfig, *, compile: str | None = None, lora: int | None = None, **options: Any) -> None:
+def _check(
+    run: RunConfig,
+    *,
+    compile: str | None = None,
+    lora: int | None = None,
+    lora_targets: Sequence[str] = ATTENTION,
+    **options: Any,
+) -> None:
     check_backend(compile)
-    if lora is None and any(name.startswith("lora_") for name in options):
-        raise ConfigError(f"policy='hf': {', '.join(options)} need a rank, e.g. lora=16")
+    if lora:
+        add_adapters(skeleton(run.model), lora, 1.0, lora_targets, 0)
+    if lora is None and (lora_targets != ATTENTION or "lora_alpha" in options):
+        raise ConfigError("policy='hf': lora_alpha and lora_targets need a rank, e.g. lora=16")
     noise, changed = run.router_noise, run.optimizer.router_lr_scale != 1 or run.optimizer.loss_free_bias
     if lora and (changed or noise.scale and noise.direction == "last_step"):
         raise ConfigError(

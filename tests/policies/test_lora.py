@@ -134,6 +134,10 @@ def test_a_run_with_adapters_resumes_equal_and_exports_a_whole_model(tmp_path):
     [
         {"optimizer": Optimizer(router_lr_scale=0.5)},
         {"policy": Component("hf", lora_alpha=16.0)},
+        {"policy": Component("hf", lora_targets=["q_proj"])},
+        {"policy": Component("hf", lora=4, lora_targets=["nowhere"])},
+        {"policy": Component("hf", lora=4, lora_targets="q_proj")},
+        {"policy": Component("hf", lora=0)},
         {"router_noise": RouterNoise(scale=1.0, direction="last_step")},
     ],
     ids=str,
