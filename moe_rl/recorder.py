@@ -185,7 +185,8 @@ class Recorder:
             columns["padding"] = padding
         if torch.cuda.is_initialized():
             columns["memory_device_peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
-            if (model := getattr(self.policy, "model", None)) is not None:
+            model = getattr(self.policy, "model", None)
+            if hasattr(getattr(model, "config", None), "get_text_config"):
                 length = int(self.batch.attention_mask.sum(1).float().mean())
                 columns["peak_share"] = share_of_peak(self.run, model, length, seconds["update"])
         return columns

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moe_rl import ranks
 from moe_rl.config import MAX_ROWS, SCORED, RunConfig
 from moe_rl.models.load import skeleton
 from moe_rl.models.vocabulary import LOGITS
@@ -55,7 +56,7 @@ def measure_sizes(model: Any) -> Sizes:
     experts = [layer for layer in layout.moe_layers if layer.num_experts]
     by_layer: dict[int, int] = {}
     routed_parameters, embedding = 0, model.get_input_embeddings().weight
-    inactive = 0.0 if text.tie_word_embeddings else float(embedding.numel())
+    inactive = 0.0 if _setting(text, "tie_word_embeddings") else float(embedding.numel())
     routers = {layer.decoder_layer: layer for layer in experts}
     for name, p in model.named_parameters():
         words = name.split(".")
@@ -67,9 +68,9 @@ def measure_sizes(model: Any) -> Sizes:
             routed_parameters += p.numel()
     total = sum(p.numel() for p in model.parameters())
     heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    cached = 2 * (getattr(text, "num_key_value_heads", None) or heads) * width
-    if getattr(text, "kv_lora_rank", None):  # latent attention: keys and values of all heads are cached
+    width = _setting(text, "head_dim") or text.hidden_size // heads
+    cached = 2 * (_setting(text, "num_key_value_heads") or heads) * width
+    if _setting(text, "kv_lora_rank"):  # latent attention: keys and values of all heads are cached
         cached = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
         width = cached // heads // 2
     of_all = sum(layer.num_experts for layer in experts)
@@ -85,6 +86,14 @@ def measure_sizes(model: Any) -> Sizes:
         heads_width=heads * width,
         cached=cached,
     )
+
+
+def _setting(config: Any, name: str) -> Any:
+    """A setting of a configuration; None where it has none, or another one for each layer."""
+    try:
+        return getattr(config, name)
+    except Exception:  # transformers has no public name for the second
+        return None
 
 
 def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> dict[str, Mapping[str, float]]:
@@ -145,8 +154,8 @@ def fit_tokens(run: RunConfig, model: Any, free: float) -> int:
 
 
 def share_of_peak(run: RunConfig, model: Any, time: int, seconds: float) -> float:
-    """Operations of a step's update over `seconds`, as a share of the dense bfloat16 peak of an H100."""
-    return count_operations(run, measure_sizes(model), time)["update"] / seconds / PEAK
+    """Operations of a step's update over `seconds`, as a share of an H100's dense bfloat16 peak per process."""
+    return count_operations(run, measure_sizes(model), time)["update"] / seconds / PEAK / ranks.world()
 
 
 def _states(policy: Component, dtype: str) -> tuple[int, int]:

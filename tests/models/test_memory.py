@@ -14,7 +14,7 @@ from moe_rl.models.memory import (
     measure_sizes,
     share_of_peak,
 )
-from tests.conftest import build
+from tests.routing import families
 
 RUN = RunConfig(
     arm=Arm(name="grpo"),
@@ -103,12 +103,14 @@ def test_operations_by_hand(qwen):
     assert again / 4096 == pytest.approx(per_token * 8 / 6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe"])
+@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.model_type)
 def test_active_parameters_are_those_that_are_not_experts_and_k_of_every_expert(family):
-    model = build(family)
+    """Every supported family has sizes: those of a run on a GPU are computed at every step."""
+    model = families.build(family)
     sizes = measure_sizes(model)
     assert sizes.parameters == sum(p.numel() for p in model.parameters())
     assert 0 < sizes.active < sizes.parameters and sizes.inner > 0 and sizes.routed > 0
+    assert sizes.heads_width > 0 and sizes.cached > 0
 
 
 def test_the_most_tokens_that_fit_are_taken(olmoe, monkeypatch):
