@@ -338,8 +338,8 @@ class RunConfig(Settings):
     round differently in the last bits. A run may go on with another value; the manifest has both."""
     micro_batch_tokens: Annotated[int | None, Field(ge=1)] = None
     """Most tokens, padding included, in any forward. Rows are sorted by length and grouped up to this number; a longer
-    row is alone. None: on a GPU up to 32,768, as many as fit; else no limit besides the rows. A run may go on with
-    another value, as with `micro_batch`."""
+    row is alone. None: with policy=hf on a GPU up to 32,768, as many as fit; else no limit besides the rows. A run may
+    go on with another value, as with `micro_batch`."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward, for less memory. A run may go on with another value."""
     temperature: Annotated[float, Field(gt=0)] = 1.0

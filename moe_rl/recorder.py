@@ -68,9 +68,9 @@ class Recorder:
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the time of a block to the phase's, on a GPU until it has done all of it."""
-        start = now()
+        start = self._now()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - start
 
     # ------------------------------------------------------------------ one step, in the order of its calls
     def begin(self, step: int, batch: Batch, unconstrained: Scored, split: list[Tensor]) -> None:
@@ -174,6 +174,17 @@ class Recorder:
             flips[there, 1 : now.shape[1]] = changed.sum(-1)[:, :-1].cpu()  # decided where it is no input yet
         return flips
 
+    def _device(self) -> torch.device | None:
+        """The policy's GPU; None: torch's own choice."""
+        device = getattr(self.policy, "device", None)
+        return device if isinstance(device, torch.device) and device.type == "cuda" else None
+
+    def _now(self) -> float:
+        """Seconds of a clock, once a GPU that is in use has done what it was asked."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize(self._device())
+        return time.perf_counter()
+
     def cost(self) -> Row:
         """Seconds per phase since the last call, their sum, tokens per second of it, and the peak of this process's
         memory so far; on a GPU also its memory's and the update's share of the card's peak."""
@@ -184,7 +195,7 @@ class Recorder:
         if (padding := getattr(self.policy, "padding", None)) is not None:
             columns["padding"] = padding
         if torch.cuda.is_initialized():
-            columns["memory_device_peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
+            columns["memory_device_peak_mb"] = torch.cuda.max_memory_allocated(self._device()) / 1e6
             model = getattr(self.policy, "model", None)
             if hasattr(getattr(model, "config", None), "get_text_config"):
                 length = int(self.batch.attention_mask.sum(1).float().mean())
@@ -430,13 +441,6 @@ def engine_row(batch: Rollouts, unconstrained: Scored) -> tuple[Row, list[Row]]:
 def exact(rewards: Tensor) -> float:
     """Share of rewards that are 1, up to rounding."""
     return (rewards >= 1 - 1e-6).double().mean().item()
-
-
-def now() -> float:
-    """Seconds of a clock, once a GPU that is in use has done what it was asked."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def peak_memory_mb() -> float:

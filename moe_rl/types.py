@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32, Integer
 from torch import Tensor, nn
 
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, renamed
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 
@@ -159,6 +159,7 @@ class KeptTokens:
         return KeptTokens(self.ids.to(device), self.counts.to(device))
 
 
+@renamed(kept="kept_tokens")
 @dataclass(frozen=True)
 class Rollout:
     """One sampled completion, or one conversation."""
@@ -188,6 +189,7 @@ class Rollout:
         return sum(turn.end - turn.start for turn in self.turns) if self.turns else len(self.tokens)
 
 
+@renamed(kept="kept_tokens")
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rollouts:
     """The rewarded rollouts of one step, right-padded, or some of their rows. `rollouts.batches.collate` builds it."""

@@ -19,7 +19,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def add_adapters(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
     """Put adapters of scale alpha / rank beside the linear maps whose path ends in one of `targets`, drawn from `seed`,
     and freeze all else. The model computes what it did until they are trained. Raises ConfigError for targets of which
-    the model has none, or which are routers: replay and recording need those as they are."""
+    the model has none, for routers, which replay needs as they are, for experts in one tensor, and for embeddings."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -32,8 +32,15 @@ def add_adapters(model: Any, rank: int, alpha: float, targets: Sequence[str], se
             inject_adapter_in_model(config, model)
         except ValueError as error:
             raise ConfigError(f"lora_targets={[*targets]}: {error}") from error
-    if any(find_layers(router) for router in routers) or routers != [m.module for m in find_moe_layers(model)]:
-        raise ConfigError(f"lora_targets={[*targets]} names routers, which have to stay as they are. Remove them.")
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    refused = (
+        ("routers, or experts in one tensor", any(hasattr(m, "parameter_name") for m in model.modules())),
+        ("routers", any(find_layers(router) for router in routers)),
+        ("the embedding or the head", any(hasattr(end, "get_base_layer") for end in ends)),
+    )
+    for what, there in refused:
+        if there or routers != [moe_layer.module for moe_layer in find_moe_layers(model)]:
+            raise ConfigError(f"lora_targets={[*targets]} names {what}, which have to stay as they are. Remove them.")
 
 
 def find_layers(model: nn.Module) -> dict[str, Any]:
@@ -58,7 +65,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor | nn.Module]:
     for name, tensor in state.items():
         owner, inside, kind = name.rpartition(".base_layer.")
         if inside and owner in layers:
-            plain[f"{owner}.{kind}"] = layers[owner] if kind == "weight" else tensor
+            plain[f"{owner}.{kind}"] = tensor if layers[owner].disable_adapters else layers[owner]
         elif not any(name.startswith(f"{path}.") for path in layers):
             plain[name] = tensor
     return plain
@@ -74,4 +81,4 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             layer: Any = copy.deepcopy(value)
             dtype = layer.get_base_layer().weight.dtype
             layer.float().merge()
-            yield name, layer.get_base_layer().weight.to(dtype)
+            yield name, getattr(layer.get_base_layer(), name.rpartition(".")[2]).to(dtype)

@@ -158,9 +158,10 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a Hugging Face checkpoint, adapters merged; `AutoModelForCausalLM.from_pretrained(folder)` returns the same
-    bits."""
+    bits. Of a PeftModel the adapters are written, as PEFT does it."""
+    weights = dict(merged(model)) if find_layers(model) and not hasattr(model, "active_peft_config") else None
     with no_progress_bars():
-        model.save_pretrained(folder, state_dict=dict(merged(model)) if find_layers(model) else None)
+        model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
 

@@ -23,6 +23,8 @@ WORKSPACE = 2 * 10**9
 ATTENTION, PAIR_HIDDEN, PAIR_INNER = 14, 3, 4
 """Numbers that the backward needs: of a token and layer, in units of the hidden size; of each routed pair, in units of
 the hidden size and of the expert's inner size. Counted on Qwen3-30B-A3B: 217 kB a token and layer in bfloat16."""
+MOST = 32_768
+"""Tokens of a forward where nobody set them."""
 PEAK, SHARE = 989e12, 0.35
 """Dense bfloat16 operations a second of an H100 or H200, and the share of it that an update reaches, assumed."""
 
@@ -101,8 +103,8 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     policy = Component.read(run.policy)
     width = getattr(torch, policy.options.get("compute_dtype", run.model.dtype)).itemsize
     rows = run.prompts_per_step * run.group_size
-    tokens = min(run.micro_batch_tokens or run.micro_batch * time, -(-rows // run.mini_batches) * time)
-    scored = min(run.micro_batch_tokens or SCORED * run.micro_batch * time, rows * time)
+    tokens = min(run.micro_batch_tokens or min(MOST, run.micro_batch * time), -(-rows // run.mini_batches) * time)
+    scored = min(run.micro_batch_tokens or min(MOST, SCORED * run.micro_batch * time), rows * time)
     by_layer = ATTENTION * sizes.hidden * width
     pairs = (PAIR_HIDDEN * sizes.hidden + PAIR_INNER * sizes.inner) * width
     all_layers = sizes.layers * by_layer + sizes.routed * pairs
@@ -144,7 +146,7 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
 def fit_tokens(run: RunConfig, model: Any, free: float) -> int:
     """`micro_batch_tokens` for a GPU with `free` bytes, the weights' own among them: the most tokens a forward, of
     32,768, 16,384, …, 1,024, with which update and score need nine tenths of them at most."""
-    sizes, tokens = measure_sizes(model), 32_768
+    sizes, tokens = measure_sizes(model), MOST
     while tokens > 1024:
         phases = estimate_memory(run.replace(micro_batch_tokens=tokens), sizes, tokens)
         if all(sum(phases[phase].values()) <= 0.9 * free for phase in ("update", "score")):
@@ -169,11 +171,13 @@ def _states(policy: Component, dtype: str) -> tuple[int, int]:
 
 def count_operations(run: RunConfig, sizes: Sizes, time: int) -> dict[str, float]:
     """Floating-point operations of a step's update and score. Forward and backward are six a parameter and token, with
-    activation checkpointing eight; attention is counted without its causal half (as torchtitan does)."""
+    activation checkpointing eight, and two fewer where weights are frozen beside adapters. Attention is counted without
+    its causal half (as torchtitan does)."""
     tokens = run.prompts_per_step * run.group_size * time
+    frozen = bool(Component.read(run.policy).options.get("lora"))
     forward = 2 * sizes.active + 4 * sizes.layers * sizes.heads_width * time
     return {
-        "update": float(tokens * forward * (4 if run.activation_checkpointing else 3) * run.epochs),
+        "update": float(tokens * forward * (3 + run.activation_checkpointing - frozen) * run.epochs),
         "score": float(tokens * forward),
     }
 

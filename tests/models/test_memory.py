@@ -101,6 +101,8 @@ def test_operations_by_hand(qwen):
     assert per_token == pytest.approx(18.25e9 + 9.66e9, rel=0.01)
     again = count_operations(run.replace(activation_checkpointing=True), qwen, 4096)["update"]
     assert again / 4096 == pytest.approx(per_token * 8 / 6)
+    adapters = count_operations(run.replace(policy="hf(lora=16)"), qwen, 4096)["update"]
+    assert adapters / 4096 == pytest.approx(per_token * 4 / 6)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.model_type)

@@ -11,6 +11,7 @@ from moe_rl.config import Arm, ModelConfig, Optimizer, RouterNoise
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.adapters import add_adapters, find_layers, merged, plain_state
 from moe_rl.models.load import load, save_checkpoint
+from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.policies.hf import HFPolicy
 from moe_rl.registry import Component
 from moe_rl.rollouts.hf import HFEngine
@@ -91,13 +92,32 @@ def test_engines_receive_merged_weights_and_checkpoints_hold_them(tmp_path):
         HFEngine(other.model, other.tokenizer).load(policy.weights())
 
 
-def test_all_kinds_of_adapters_are_merged_by_peft_itself():
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+        {"target_modules": ["q_proj"], "lora_bias": True},
+    ],
+    ids=["dora", "bias"],
+)
+def test_all_kinds_of_adapters_are_merged_by_peft_itself(kind, tmp_path):
     """DoRA is no sum; the merged weights are those of PEFT's own `merge_and_unload`."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
 
-    config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], use_dora=True, init_lora_weights=False)
-    adapted = get_peft_model(build("olmoe"), config)
+    plain = build("qwen2_moe" if "lora_bias" in kind else "olmoe")
+    plain_weights = {name: x.clone() for name, x in plain.state_dict().items()}
+    adapted = get_peft_model(plain, LoraConfig(r=2, init_lora_weights=False, **kind))
+    for name, p in adapted.named_parameters():
+        if name.endswith("lora_B.default.bias"):
+            torch.nn.init.normal_(p)
     ours = {name.removeprefix("base_model.model."): x for name, x in merged(adapted)}
+    with adapted.disable_adapter():
+        off = {name.removeprefix("base_model.model."): x for name, x in merged(adapted)}
+    assert all(torch.equal(off[name], plain_weights[name]) for name in off)
+    save_checkpoint(adapted, byte_tokenizer(), tmp_path)
+    again = PeftModel.from_pretrained(build("qwen2_moe" if "lora_bias" in kind else "olmoe"), tmp_path)
+    again.get_base_model().load_state_dict(adapted.get_base_model().state_dict(), strict=False)
+    assert all(name in dict(again.named_parameters()) for name, _ in adapted.named_parameters())
     theirs = adapted.merge_and_unload().state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
@@ -110,10 +130,16 @@ def test_a_model_without_adapters_gives_its_own_tensors():
     assert plain_state(model).keys() == state.keys()
 
 
-@pytest.mark.parametrize("targets", [("nowhere",), ("gate",)], ids=str)
-def test_targets_that_are_missing_or_routers_are_refused(targets):
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "targets", [["nowhere"], ["q_proj", "gate", "router"], ["gate_proj", "up_proj", "down_proj"], ["lm_head"]], ids=str
+)
+def test_targets_that_are_missing_routers_experts_or_embeddings_are_refused(family, targets):
+    """PEFT puts adapters on parameters in the place of linear maps that became one tensor."""
+    if family == "gpt_oss" and "gate_proj" in targets:
+        targets = ["gate_up_proj"]
     with pytest.raises(ConfigError, match=targets[0]):
-        add_adapters(build("qwen2_moe" if targets == ("gate",) else "olmoe"), 2, 4.0, targets, 0)
+        add_adapters(build(family), 2, 4.0, targets, 0)
 
 
 def test_a_run_with_adapters_resumes_equal_and_exports_a_whole_model(tmp_path):

@@ -186,7 +186,9 @@ class MegatronPolicy:
         )
         if state["layout"] != self.ranks:
             written = state["layout"]
-            raise RunError(f"{folder} was written with dp, tp, pp, ep, etp = {written}, and this run has {self.ranks}")
+            raise RunError(
+                f"{folder} was written with dp, tp, pp, ep, experts' tp = {written}, and this run has {self.ranks}"
+            )
         self.gpt.load_state_dict(state["weights"])
         for inner, moments in zip(inner_optimizers(self._trained()[0]), state["moments"], strict=True):
             inner.load_state_dict(moments)
