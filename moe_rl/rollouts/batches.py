@@ -276,9 +276,9 @@ class Queue:
             *(batch for batch, _ in state["ready"].values()),
             *(r for rows in state["begun"].values() for r in rows),
         ]
-        for one in stored:
-            if "kept" in one.__dict__:  # as it was called before 0.2
-                one.__dict__["kept_tokens"] = one.__dict__.pop("kept")
+        for held in stored:
+            if "kept" in held.__dict__:  # as it was called before 0.2
+                held.__dict__["kept_tokens"] = held.__dict__.pop("kept")
         self.ready, run = state["ready"], collector.run
         for number, rollouts in state["begun"].items():
             prompts = collector.draw_prompts(run.prompts_per_step, number)
