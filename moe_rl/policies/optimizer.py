@@ -140,7 +140,7 @@ def read_state(
 ) -> int:
     """Put back what `write_state` wrote; returns the number of updates. Raises RunError where one of the two, writer
     and reader, has float32 masters and the other has none."""
-    from safetensors.torch import load_model
+    from safetensors.torch import load_file, load_model
 
     state = torch.load(moments, map_location=device, weights_only=True)
     masters = state.get("masters", [])
@@ -149,9 +149,15 @@ def read_state(
             f"{moments} holds {len(masters)} float32 master weights, but this policy has {len(weights.masters)}. Go on "
             "with the same master_weights, or begin a new run."
         )
-    load_model(weights.model, str(file), strict=not find_layers(weights.model), device=str(device))
-    for mine, stored in zip(weights.masters.values(), masters, strict=True):
-        mine.copy_(stored)
+    if find_layers(weights.model):
+        stored = load_file(file, device=str(device))
+        for name, mine in weights.model.named_parameters():
+            if mine.requires_grad:
+                mine.copy_(stored[name])
+    else:
+        load_model(weights.model, str(file), device=str(device))
+    for master, saved in zip(weights.masters.values(), masters, strict=True):
+        master.copy_(saved)
     try:
         optimizer.load_state_dict(state["optimizer"])
     except ValueError as error:
