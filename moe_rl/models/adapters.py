@@ -33,14 +33,14 @@ def add_adapters(model: Any, rank: int, alpha: float, targets: Sequence[str], se
         except ValueError as error:
             raise ConfigError(f"lora_targets={[*targets]}: {error}") from error
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    refused = (
-        ("routers, or experts in one tensor", any(hasattr(m, "parameter_name") for m in model.modules())),
-        ("routers", any(find_layers(router) for router in routers)),
-        ("the embedding or the head", any(hasattr(end, "get_base_layer") for end in ends)),
-    )
-    for what, there in refused:
-        if there or routers != [moe_layer.module for moe_layer in find_moe_layers(model)]:
-            raise ConfigError(f"lora_targets={[*targets]} names {what}, which have to stay as they are. Remove them.")
+    refused = {
+        "routers, or experts in one tensor": any(hasattr(m, "parameter_name") for m in model.modules()),
+        "routers": routers != [moe_layer.module for moe_layer in find_moe_layers(model)]
+        or any(map(find_layers, routers)),
+        "the embedding or the head": any(hasattr(end, "get_base_layer") for end in ends),
+    }
+    if what := next((what for what, there in refused.items() if there), None):
+        raise ConfigError(f"lora_targets={[*targets]} names {what}, which have to stay as they are. Remove them.")
 
 
 def find_layers(model: nn.Module) -> dict[str, Any]:

@@ -103,8 +103,9 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     policy = Component.read(run.policy)
     width = getattr(torch, policy.options.get("compute_dtype", run.model.dtype)).itemsize
     rows = run.prompts_per_step * run.group_size
-    tokens = min(run.micro_batch_tokens or min(MOST, run.micro_batch * time), -(-rows // run.mini_batches) * time)
-    scored = min(run.micro_batch_tokens or min(MOST, SCORED * run.micro_batch * time), rows * time)
+    most = MOST if policy.name == "hf" else rows * time  # the others choose no budget
+    tokens = min(run.micro_batch_tokens or min(most, run.micro_batch * time), -(-rows // run.mini_batches) * time)
+    scored = min(run.micro_batch_tokens or min(most, SCORED * run.micro_batch * time), rows * time)
     by_layer = ATTENTION * sizes.hidden * width
     pairs = (PAIR_HIDDEN * sizes.hidden + PAIR_INNER * sizes.inner) * width
     all_layers = sizes.layers * by_layer + sizes.routed * pairs

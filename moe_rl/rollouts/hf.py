@@ -129,6 +129,8 @@ class HFEngine:
                 if adapted:
                     raise RunError(f"{name}: the engine's model has adapters. Use the policy's own, or one without.")
                 own.copy_(tensor.detach())
+            elif isinstance(own, Tensor) and adapted:
+                return  # the policy's own module: nothing to copy, so nothing is merged
         if names := sorted(mine.keys() ^ received):
             raise RunError(f"policy or engine lacks {len(names)} weights, e.g. {names[0]!r}. Use one model for both.")
 

@@ -60,6 +60,8 @@ def expand(name: str) -> list[str]:
 
 COLUMNS: dict[str, Column] = {n: c for group in DICTIONARY.values() for c in group for n in expand(c.name)}
 """Every single column name and the entry that explains it, in the order in which tables show them."""
+COST = {n for title, group in DICTIONARY.items() if title.startswith("Cost") for c in group for n in expand(c.name)}
+"""What a run took, which is no result of it."""
 
 
 def entry(name: str) -> Column | None:
@@ -85,4 +87,4 @@ def unknown(table: str, names: set[str]) -> set[str]:
 
 def timing(name: str) -> bool:
     """Whether a column may differ between two runs that are otherwise identical."""
-    return name.startswith(("seconds_", "memory_", "tokens_per_", "peak_", "padding"))
+    return name in COST or name.startswith(("seconds_", "memory_"))  # of earlier versions, too

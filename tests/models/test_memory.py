@@ -126,6 +126,15 @@ def test_the_most_tokens_that_fit_are_taken(olmoe, monkeypatch):
         assert sum(phases["update"].values()) <= 0.9 * free
 
 
+def test_a_policy_that_chooses_no_budget_is_bounded_by_its_rows(olmoe):
+    """64 rows of 1,024 tokens: hf would take half of them at a time."""
+    run = RUN.replace(micro_batch_tokens=None, micro_batch=64)
+    of_rows, of_hf = (
+        estimate_memory(run.replace(policy=policy), olmoe, 1024)["update"]["activations"] for policy in ("fsdp", "hf")
+    )
+    assert of_rows == 2 * of_hf
+
+
 def test_the_share_of_the_peak_is_operations_over_seconds(qwen, monkeypatch):
     monkeypatch.setattr(memory, "measure_sizes", lambda model: qwen)
     assert share_of_peak(RUN, None, 512, 2.0) == count_operations(RUN, qwen, 512)["update"] / 2.0 / 989e12

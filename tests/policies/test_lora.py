@@ -76,7 +76,8 @@ def test_engines_receive_merged_weights_and_checkpoints_hold_them(tmp_path):
     own, copy = HFEngine(loaded.model, loaded.tokenizer), MismatchedEngine(loaded.model, loaded.tokenizer)
     train(policy)
     adapters = [p.detach().clone() for p in policy.trained.parameters()]
-    own.load(policy.weights())  # of its own module: nothing is added twice
+    own.load(pushed := policy.weights())
+    assert len([*pushed]) == len(copy.model.state_dict()) - 1, "nothing of its own module is merged or copied"
     copy.load(policy.weights())
     save_checkpoint(loaded.model, loaded.tokenizer, tmp_path)
     expected = policy.score(batch).logprobs
