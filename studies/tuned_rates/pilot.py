@@ -31,7 +31,7 @@ study = Study(
     hypothesis="With old rollouts every method is best at 1e-4, and GRPO's default clip is its best.",
     arms=tuple(arm for variants in VARIANTS.values() for arm in variants),
     base=BASE,
-    seeds=tuple(range(3000, 3008)),
+    seeds=tuple(range(3000, 3004)),
     own_cold_starts=True,
     conditions={condition(lag, rate): {**lagged(lag), "optimizer.lr": rate} for lag in LAGS for rate in RATES},
     figures=(),
@@ -43,10 +43,10 @@ study = Study(
     "evaluations after steps 30, 35, 40, 45 and 50). Where the best rate of a method is the lowest or the highest of "
     "the grid, the grid is extended by a factor of two at that end, for that method at that lag, with the same seeds, "
     "until it is not; where the best clip range is at an end, likewise, once. A tie within 0.002 goes to the lower "
-    "rate. Stopping: 8 seeds, 50 steps; a diverged run matches nothing from there on. tuned_rates compares the chosen "
-    "arms on other seeds.",
+    "rate. Stopping: 4 seeds, 50 steps. 8 were declared at first. This was changed for its cost, before any outcome "
+    "was looked at. A diverged run matches nothing from there on. tuned_rates compares the chosen arms on other seeds.",
     differs_from_paper=DIFFERS + " Lags are in steps of 8 updates, and fixed; one engine in the policy's numerics.",
-    caution="eight seeds choose a rate; they do not show that one method is better than another.",
-    cost="336 runs of 50 steps; warm-ups of 8 seeds come on top.",
+    caution="four seeds choose a rate; they do not show that one method is better than another.",
+    cost="168 runs of 50 steps; warm-ups of 4 seeds come on top.",
     seconds_per_step=0.55,
 )
