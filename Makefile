@@ -21,7 +21,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e ".[test,reasoning-gym,math,megatron]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,reasoning-gym,math,megatron,eight-bit]"
 	touch $(STAMP)
 
 study: $(STAMP)

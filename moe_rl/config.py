@@ -204,8 +204,9 @@ class ColdStart(Settings):
 class Optimizer(Settings):
     """AdamW or SGD, learning rate, and gradient clipping."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """`adamw`, or `sgd` with momentum `betas[0]`."""
+    name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """`adamw`, `sgd` with momentum `betas[0]`, or torchao's `adamw_8bit` (policy hf): moments of 8 bits (arXiv
+    2110.02861), and bfloat16 weights without masters are rounded stochastically."""
     lr: NotNegative = 2e-4
     warmup: Number = 0
     """Updates over which the learning rate rises from 0, linearly."""

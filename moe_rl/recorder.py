@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from moe_rl.config import Measure, RunConfig
 from moe_rl.errors import NotFinite
 from moe_rl.metrics import ratios, volatility
 from moe_rl.metrics.pooled import Pooled
-from moe_rl.models.memory import share_of_peak
+from moe_rl.models.memory import Sizes, estimate_peak, measure_sizes, share_of_peak
 from moe_rl.policies.base import Policy
 from moe_rl.registry import Component
 from moe_rl.rollouts.engine import Sampler
@@ -196,11 +197,22 @@ class Recorder:
             columns["padding"] = padding
         if torch.cuda.is_initialized():
             columns["memory_device_peak_mb"] = torch.cuda.max_memory_allocated(self._device()) / 1e6
-            model = getattr(self.policy, "model", None)
-            if hasattr(getattr(model, "config", None), "get_text_config"):
-                length = int(self.batch.attention_mask.sum(1).float().mean())
-                columns["peak_share"] = share_of_peak(self.run, model, length, seconds["update"])
+            if self._sizes is not None:
+                lengths = self.batch.attention_mask.sum(1)
+                tokens = getattr(self.policy, "micro_batch_tokens", None)
+                columns["memory_device_estimate_mb"] = (
+                    estimate_peak(self.run, self._sizes, int(lengths.max()), tokens) / 1e6
+                )
+                columns["peak_share"] = share_of_peak(
+                    self.run, self._sizes, int(lengths.float().mean()), seconds["update"]
+                )
         return columns
+
+    @cached_property
+    def _sizes(self) -> Sizes | None:
+        """The sizes of the policy's model, where it is one of Hugging Face's."""
+        model = getattr(self.policy, "model", None)
+        return measure_sizes(model) if hasattr(getattr(model, "config", None), "get_text_config") else None
 
 
 @contextmanager

@@ -35,6 +35,10 @@ def check_spread(run: RunConfig, no_critic: str) -> None:
             f"top_p={run.top_p:g}, top_k={run.top_k}, min_p={run.min_p:g}: policy={policy!r} has no log-probs over the "
             "kept tokens. Use policy='hf', or sampling_mask=False if engine and trainer may differ."
         )
+    if run.optimizer.name == "adamw_8bit":
+        raise ConfigError(
+            f"optimizer.name='adamw_8bit' runs in one process, not with policy={policy!r}. Use policy='hf'."
+        )
     if run.measure.gradient_cosine:
         raise ConfigError(
             f"measure.gradient_cosine=True: policy={policy!r} spreads its gradients over ranks. Use policy='hf'."

@@ -110,7 +110,7 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     pairs = (PAIR_HIDDEN * sizes.hidden + PAIR_INNER * sizes.inner) * width
     all_layers = sizes.layers * by_layer + sizes.routed * pairs
     one_layer = all_layers / sizes.layers
-    states, gradients = _states(policy, run.model.dtype)
+    states, gradients = _states(policy, run.model.dtype, run.optimizer.name)
     gathered = 2 * sizes.largest * width if policy.name == "fsdp" else 0
     held = states * sizes.parameters / ranks + gathered
     of_a_token = sizes.layers * sizes.hidden * width + one_layer if run.activation_checkpointing else all_layers
@@ -156,18 +156,28 @@ def fit_tokens(run: RunConfig, model: Any, free: float) -> int:
     return tokens
 
 
-def share_of_peak(run: RunConfig, model: Any, time: int, seconds: float) -> float:
+def estimate_peak(run: RunConfig, sizes: Sizes, time: int, tokens: int | None) -> float:
+    """Bytes per GPU in the phase that needs the most, of rows of `time` tokens in forwards of `tokens`, without the
+    context, which torch does not count."""
+    phases = estimate_memory(run.replace(micro_batch_tokens=tokens), sizes, time, ranks.world())
+    return max(sum(terms.values()) for terms in phases.values()) - WORKSPACE
+
+
+def share_of_peak(run: RunConfig, sizes: Sizes, time: int, seconds: float) -> float:
     """Operations of a step's update over `seconds`, as a share of an H100's dense bfloat16 peak per process."""
-    return count_operations(run, measure_sizes(model), time)["update"] / seconds / PEAK / ranks.world()
+    return count_operations(run, sizes, time)["update"] / seconds / PEAK / ranks.world()
 
 
-def _states(policy: Component, dtype: str) -> tuple[int, int]:
+def _states(policy: Component, dtype: str, optimizer: str) -> tuple[int, int]:
     """Bytes a parameter of weights, masters and moments, and of gradients. Adapters are too small to count."""
     if policy.options.get("lora"):
         return getattr(torch, dtype).itemsize, 0
+    moments = 2 if optimizer == "adamw_8bit" else 8
     if dtype == "float32" or policy.name == "fsdp":  # whose shards are the masters
-        return 12, 4
-    return (14, 4) if policy.options.get("master_weights", True) else (6, 2)
+        return 4 + moments, 4
+    if policy.options.get("master_weights", True):
+        return 6 + moments, 4
+    return 2 + min(moments, 4), 2
 
 
 def count_operations(run: RunConfig, sizes: Sizes, time: int) -> dict[str, float]:

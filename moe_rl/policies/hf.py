@@ -31,6 +31,7 @@ from moe_rl.models.memory import fit_tokens
 from moe_rl.models.vocabulary import LOGITS, entropy_of, head_is_apart, head_of, log_probs_in_pieces
 from moe_rl.objectives import Objective
 from moe_rl.policies.optimizer import (
+    adamw_8bit,
     compute_cosine_with,
     last_step,
     make_optimizer,
@@ -64,6 +65,8 @@ def _check(
     **options: Any,
 ) -> None:
     check_backend(compile)
+    if run.optimizer.name == "adamw_8bit":
+        adamw_8bit()
     if lora:
         add_adapters(skeleton(run.model), lora, 1.0, lora_targets, 0)
     if lora is None and (lora_targets != ATTENTION or "lora_alpha" in options):
@@ -95,7 +98,8 @@ def hf(
 ) -> HFPolicy:
     """The policy `hf`, which trains `start` itself; `frozen`: a copy of it, which only scores. `master_weights`: the
     optimizer trains float32 copies of weights that are narrower (`model.dtype=bfloat16`), 18 bytes a parameter. False
-    trains the narrow ones, 8 bytes a parameter, and loses most small steps. `compile`: a backend of torch.compile,
+    trains the narrow ones, 8 bytes a parameter, and loses most small steps, unless `optimizer.name=adamw_8bit` (6
+    bytes) rounds them stochastically. `compile`: a backend of torch.compile,
     such as `inductor`, for what lies between the routers (`models.compilation`). Engines decode eagerly. `lora`: the
     rank of adapters of scale lora_alpha / lora at the linear maps `lora_targets`; all else is frozen. Checkpoints to
     resume from hold the adapters. Exported ones, and engines with weights of their own, have them merged."""
@@ -213,7 +217,7 @@ class HFPolicy:
         if before:
             changed = share_changed(before, narrow_sample(self.trained))
             metrics = {**metrics, "weights_changed": changed}
-            if self.updates == 1 and not self.trained.masters:
+            if self.updates == 1 and not self.trained.masters and self.settings.name != "adamw_8bit":
                 warnings.warn(
                     f"master_weights=False: the first step changed {changed:.1%} of the weights that are narrower than "
                     "float32. Leave master_weights out to train float32 masters.",

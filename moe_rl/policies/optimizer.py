@@ -38,7 +38,19 @@ def make_optimizer(weights: TrainedWeights, settings: Optimizer) -> torch.optim.
     common: dict[str, Any] = {"lr": settings.lr, "fused": True}
     if settings.name == "sgd":
         return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
+    if settings.name == "adamw_8bit":
+        rate = {"lr": settings.lr, "bf16_stochastic_round": True}
+        return adamw_8bit()(groups, betas=settings.betas, eps=settings.eps, **rate)
     return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
+
+
+def adamw_8bit() -> Any:
+    """The optimizer class of torchao, whose moments have 8 bits in blocks of 256. Raises ConfigError without it."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError("optimizer.name='adamw_8bit' needs the package torchao. Run pip install torchao.") from error
+    return AdamW8bit
 
 
 def take_step(
@@ -65,7 +77,10 @@ def take_step(
     if norm + 1e-6 > limit:  # else torch would multiply every gradient by 1; the constant is its own
         nn.utils.clip_grads_with_norm_(trained, limit, total)
     for group in optimizer.param_groups:
-        group["lr"] = settings.lr_at(update) * group["scale"]
+        rate = settings.lr_at(update) * group["scale"]
+        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+    if settings.name == "adamw_8bit":
+        torch.manual_seed(update)  # from the global generator it draws how weights are rounded
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     weights.write_back()
@@ -93,6 +108,7 @@ def last_step(weights: TrainedWeights, optimizer: torch.optim.Optimizer, paramet
     first step. Read off the moments, so that a resumed run knows it."""
     settings = optimizer.param_groups[0]
     state = {name: ranks.join_shards(x) for name, x in optimizer.state.get(weights[parameter], {}).items()}
+    state = {name: x.dequantize(torch.float32) if hasattr(x, "codes") else x for name, x in state.items()}  # torchao's
     if "exp_avg_sq" in state:  # AdamW
         variance = state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"])
         return -state["exp_avg"] / (variance.sqrt() + settings["eps"])

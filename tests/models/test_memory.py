@@ -10,6 +10,7 @@ from moe_rl.models.memory import (
     count_operations,
     describe,
     estimate_memory,
+    estimate_peak,
     fit_tokens,
     measure_sizes,
     share_of_peak,
@@ -135,9 +136,15 @@ def test_a_policy_that_chooses_no_budget_is_bounded_by_its_rows(olmoe):
     assert of_rows == 2 * of_hf
 
 
-def test_the_share_of_the_peak_is_operations_over_seconds(qwen, monkeypatch):
-    monkeypatch.setattr(memory, "measure_sizes", lambda model: qwen)
-    assert share_of_peak(RUN, None, 512, 2.0) == count_operations(RUN, qwen, 512)["update"] / 2.0 / 989e12
+def test_the_estimate_beside_the_measured_peak_is_of_the_largest_phase_without_the_context(olmoe):
+    phases = estimate_memory(RUN.replace(micro_batch_tokens=4096), olmoe, 512)
+    largest = max(phases.values(), key=lambda terms: sum(terms.values()))
+    assert largest is phases["update"]
+    assert estimate_peak(RUN, olmoe, 512, 4096) == sum(largest.values()) - largest["context"]
+
+
+def test_the_share_of_the_peak_is_operations_over_seconds(qwen):
+    assert share_of_peak(RUN, qwen, 512, 2.0) == count_operations(RUN, qwen, 512)["update"] / 2.0 / 989e12
 
 
 def test_a_dry_run_names_the_largest_term():

@@ -20,9 +20,9 @@ from tests.policies.test_hf import GRPO, make_batch, part_of
 NARROW = ModelConfig(dtype="bfloat16")
 
 
-def policy_of(lr=1e-3, seed=0, **settings):
+def policy_of(lr=1e-3, seed=0, optimizer=None, **settings):
     """A fresh policy of the embedded model in bfloat16."""
-    return HFPolicy(load(NARROW, seed).model, Optimizer(lr=lr), **settings)
+    return HFPolicy(load(NARROW, seed).model, optimizer or Optimizer(lr=lr), **settings)
 
 
 def update(policy, seed=0, noise=None):
