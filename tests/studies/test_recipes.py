@@ -108,3 +108,10 @@ def test_the_page_states_the_memory_of_each_recipe(name, ranks, gigabytes):
     phases = estimate_memory(run, sizes_of(FULL[name]), 256 + run.max_new_tokens, ranks)
     assert max(sum(terms.values()) for terms in phases.values()) / 1e9 == pytest.approx(gigabytes, abs=1)
     assert len((RECIPES / f"{name}.py").read_text().splitlines()) <= 60
+
+
+def test_the_page_states_the_memory_of_olmoe_with_8_bit_moments():
+    run = load_study_file(str(RECIPES / "real_model.py")).base
+    run = run.replace(policy="hf(master_weights=False)", optimizer=run.optimizer.replace(name="adamw_8bit"))
+    phases = estimate_memory(run, sizes_of(FULL["real_model"]), 256 + run.max_new_tokens)
+    assert max(sum(terms.values()) for terms in phases.values()) / 1e9 == pytest.approx(47, abs=1)
