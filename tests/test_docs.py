@@ -108,13 +108,6 @@ def test_the_first_steps_record_a_change_and_replay_all_of_it(capsys):
     assert shape == "torch.Size([2, 8, 6, 2])" and 0 < float(change) < 1 and coverage == "1.0"
 
 
-def test_a_row_is_a_configuration(monkeypatch):
-    from moe_rl.storage.frames import load_study
-
-    names = {"Path": lambda _: ROOT / "studies/routing_replay", "load_study": load_study, "json": json}
-    exec(python_block((DOCS / "studies.md").read_text(), "RunConfig.from_dict"), names | {"RunConfig": RunConfig})
-
-
 def test_the_tables_of_a_study_are_frames_and_latex(monkeypatch, capsys):
     monkeypatch.chdir(ROOT / "studies")
     exec(python_block((DOCS / "studies.md").read_text(), "to_latex"), {})

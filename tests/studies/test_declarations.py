@@ -23,7 +23,7 @@ PILOTS = set(range(10, 20))
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.parent.name)
 def test_a_declaration_is_complete_and_its_parts_exist(file, tmp_path):
     study = load_study_file(str(file))
-    assert study.name == file.parent.name + ("_pilot" if file.stem == "pilot" else "")
+    assert study.name == file.parent.name + ("" if file.stem == "study" else f"_{file.stem}")
     for said in (study.question, study.hypothesis, study.decision_rule, study.differs_from_paper, study.caution):
         assert len(said) > 10
     assert study.seconds_per_step and (study.cost or study.seconds_of_warm_up)
