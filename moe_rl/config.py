@@ -499,7 +499,9 @@ def parse_settings(config: RunConfig, settings: Sequence[str], file: Path | None
     try:
         for key in typed:
             if key.split(".")[0] in ("arm", "seed", "steps"):
-                raise ConfigError(f"{key} is no such setting. Change arms in the study file; use --seeds and --steps.")
+                raise ConfigError(
+                    f"{key} is not changed by --set. Change arms in the study file; use --seeds and --steps."
+                )
         config.replace(**typed)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}" if any(key in str(error) for key in of_file) else str(error)) from error

@@ -211,10 +211,11 @@ def attach_old_policy(
     for trace in (routes, ratio_routes):
         if trace is None:
             continue
-        if trace.shape[:2] != rollouts.tokens.shape:
+        if not isinstance(trace, RoutingTrace) or trace.shape[:2] != rollouts.tokens.shape:
             raise ConfigError(
-                f"the route source of arm {run.arm.name!r} returned routes of shape {tuple(trace.shape)} for tokens of "
-                f"shape {tuple(rollouts.tokens.shape)}"
+                f"the route source of arm {run.arm.name!r} returned a {type(trace).__name__} of shape "
+                f"{getattr(trace, 'shape', None)}. Return a RoutingTrace of the tokens, whose shape is "
+                f"{tuple(rollouts.tokens.shape)}, or None."
             )
         trace.require_known()
 

@@ -36,6 +36,7 @@ TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
     argument("--task", help="reasoning_gym:…, jsonl:FILE, module:Class (docs/tasks.md)"),
     argument("--arms", metavar="A,B", help="run only these arms of the study"),
     argument("--arm", action="append", default=[], metavar="ARM", help="run this arm instead; the first: baseline"),
+    argument("--condition", action="append", default=[], metavar="NAME", help="run only this condition of the study"),
     SET,
     SETTINGS,
     argument("--policy", metavar="NAME", help="hf, or on several processes fsdp or 'megatron(ep=2)'"),
@@ -46,11 +47,12 @@ TRAINERS = {"verl": "moe_rl.integrations.verl.study:execute"}
   moe-rl run routing_replay --dry-run     print cost and warnings
   moe-rl run routing_replay --seeds 8     also continues a stopped study
   moe-rl run routing_replay --arms gspo_short   one arm; the others can follow
-  moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)"
+  moe-rl run routing_replay --condition lag=0   fresh rollouts alone
+  moe-rl run my_study.py --out trial --arm gspo --arm "sapo(tau_neg=1.05)+name=mine"
   moe-rl run my_study.py --steps 200      also extends finished runs
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy fsdp
   torchrun --nproc-per-node 2 -m moe_rl run my_study.py --policy megatron
-Defaults are the study's settings. --arm and --set may be repeated; a setting
+Defaults are the study's settings. --arm, --condition and --set may be repeated; a setting
 is optimizer.lr=1e-4, and in a file of --settings optimizer.lr = 1e-4.""",
 )
 def run(options: argparse.Namespace) -> int:
@@ -71,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     declared = _with_settings(study, options)
     declared = declared.quick_form() if options.quick else declared
     own_arms = declared.own_arms(options.arms)
-    study = declared.with_arms(options.arm, own_arms)
+    study = declared.with_arms(options.arm, own_arms).with_conditions(options.condition)
     steps = QUICK_STEPS if options.quick and options.steps is None else options.steps
     planned = study.runs(options.out, _seeds(options.seeds, study.seeds), steps)
     jobs = at_a_time(options.jobs, planned)

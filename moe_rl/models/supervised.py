@@ -230,7 +230,7 @@ def _train(
     for step, _, loss, predicted in islice(steps, settings.max_steps):
         if (now := time.monotonic()) - reported > 1:
             reported, left = now, (now - begun) / step * (settings.max_steps - step)
-            state = {"step": step, "steps": settings.max_steps, "rate": predicted, "target": settings.target}
+            state = {"step": step, "steps": settings.max_steps, "rate": best, "target": settings.target}
             progress(state | {"seconds_left": left})
         near = predicted >= settings.target and step - sampled >= SAMPLE_GAP
         if near or step % SAMPLE_EVERY == 0 or step == settings.max_steps:

@@ -155,13 +155,20 @@ class Study:
         return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], conditions=conditions)
 
     def with_settings(self, changes: Mapping[str, Any]) -> Study:
-        """The study with another base. Raises ConfigError for a setting that a factor gives values of its own."""
+        """The study with another base. Raises ConfigError for a setting that a factor or a condition gives values of
+        its own."""
         for key in changes:
             if factor := next((name for name in self.factors if f"{key}.".startswith(f"{name}.")), None):
                 raise ConfigError(
                     f"{key} has no effect: study {self.name!r} gives the factor {factor} the values "
                     f"{', '.join(map(str, self.factors[factor]))}. Change them in its file."
                 )
+            for name, settings in self.conditions.items():
+                if any(f"{key}.".startswith(f"{own}.") or own.startswith(f"{key}.") for own in settings):
+                    raise ConfigError(
+                        f"{key} cannot be set, because the condition {name!r} of study {self.name!r} sets it. Change "
+                        "it in the study's file."
+                    )
         return dataclasses.replace(self, base=self.base.replace(**changes))
 
     def with_arms(self, arms: Sequence[str], own_arms: Sequence[str] = ()) -> Study:
@@ -188,6 +195,14 @@ class Study:
         if self.conditions and not conditions:
             raise ConfigError(f"no condition of study {self.name!r} runs {', '.join(sorted(names))}")
         return dataclasses.replace(self, arms=chosen, comparisons=comparisons, conditions=conditions)
+
+    def with_conditions(self, names: Sequence[str]) -> Study:
+        """The study in these of its named conditions, or in all. Raises ConfigError for another name."""
+        for name in names:
+            if name not in self.conditions:
+                unknown(f"condition of study {self.name!r}", name, self.conditions)
+        kept = {name: settings for name, settings in self.conditions.items() if not names or name in names}
+        return dataclasses.replace(self, conditions=kept)
 
     def own_arms(self, text: str | None) -> list[str]:
         """Names of its own arms, as `--arms grpo,gspo` has them; commas in brackets belong to a name. Raises

@@ -73,7 +73,12 @@ def preview(run: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
             f"{too_long} of {len(needed)} reference answers do not fit into max_new_tokens={run.max_new_tokens}. "
             f"Use max_new_tokens={max(needed)}."
         )
-    if wrong := [(reward, p) for reward, p in rewards if reward < 1]:
+    unscored = [p for reward, p in rewards if {*getattr(reward, "parts", {"": reward}).values()} == {None}]
+    if unscored:
+        cautions.append(
+            f"{len(unscored)} of {len(rewards)} reference answers are not scored (None): their reward is 0."
+        )
+    if wrong := [(reward, p) for reward, p in rewards if reward < 1 and p not in unscored]:
         reward, p = min(wrong, key=lambda pair: pair[0])
         cautions.append(
             f"{len(wrong)} of {len(rewards)} reference answers have a reward below 1: {p.answer!r} to "

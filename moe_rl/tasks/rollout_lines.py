@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_rl.errors import ConfigError
+from moe_rl.registry import unknown
 from moe_rl.tasks.json_lines import objects
 
 Message = dict[str, Any]
@@ -105,8 +106,10 @@ def read_rollouts(
             key = ".".join(map(str, first["loc"]))
             message = first["msg"].removeprefix("Value error, ")
             value = "" if isinstance(first["input"], Mapping) else f"{first['input']!r:.200}: "
-            keys = ", ".join(map(repr, entry)) or "none"
-            raise ConfigError(f"{where}: {key and f'{key}: '}{value}{message}. The keys are {keys}.") from error
+            keys = f"The keys are {', '.join(map(repr, entry)) or 'none'}."
+            if first["type"] == "extra_forbidden":
+                unknown(f"key of {where}", key, model.model_fields)
+            raise ConfigError(f"{where}: {key and f'{key}: '}{value}{message}. {keys}") from error
         yield where, n, line
     if not count:
         raise ConfigError(f"{source} is empty. Write one JSON object per line, with one of {', '.join(FORMS)}.")

@@ -87,7 +87,7 @@ ROWS = [[[0, 1]] * 4] * 3
     ],
 )
 def test_a_bad_line_is_refused_with_its_value(engine, line, value):
-    with pytest.raises(ConfigError, match=f"rollout 1: .*{value}"):
+    with pytest.raises(ConfigError, match=f"rollout 1.*{value}"):
         read(engine, [GOOD | line])
     assert read(engine, [GOOD]).count == 1
 

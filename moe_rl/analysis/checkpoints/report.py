@@ -46,6 +46,11 @@ def print_report(console: Console, frames: Frames, out: Path) -> None:
         f"Noise floor: BEFORE against itself on {counts['noise_batches']} of {counts['batches']} batches, in other "
         "batches and padding. Response: rows that decide a token of it."
     )
+    share = frames["summary"].set_index("metric")["response"]
+    changed = (
+        f"{share['expert_change_rate']:.2%} of the expert slots changed, {share['any_change_rate']:.2%} of the sets"
+    )
+    say(console, (changed, "bold"), wrap=True)
     columns = ["response", "noise_floor"]
     rows = [(row["metric"], *(_number(row[c]) for c in columns)) for row in frames["summary"].to_dict("records")]
     header = ("metric", "response", "noise floor")

@@ -67,7 +67,11 @@ CAUSES = {
         "the engine counts the positions of a response from the end of the padded prompt", "Leave the padding out."
     ),
     # log-probs
-    "temperature": Cause("the engine's log-probs are at {}", "Report log-probs at the temperature of the sampling."),
+    "temperature": Cause(
+        "the engine's log-probs are at {}",
+        "Report log-probs at the temperature of the sampling (vLLM: logprobs_mode=processed_logprobs), write it into "
+        "the file, and let the trainer divide its logits by it.",
+    ),
     "kept_set": Cause(
         "the engine's log-probs are renormalised over what top-p, top-k or min-p keep",
         "Read log-probs over the whole vocabulary, or mask the trainer's logits, too.",
