@@ -70,7 +70,7 @@ def sets(x):
     return [[[set(row) - {-1} for row in token] for token in tokens] for tokens in x.tolist()]
 
 
-def changes(case):
+def changes(case, gates):
     """Per MoE layer the sums of `route_change`, by a loop over sets."""
     moe_layers = len(case.layout.moe_layers)
     total = {
@@ -81,6 +81,7 @@ def changes(case):
             "expert_change_rate",
             "any_change_rate",
             "jaccard_distance",
+            "gate_mass_moved",
         )
     }
     tokens = any_layer = layers = 0
@@ -97,6 +98,8 @@ def changes(case):
             total["expert_change_rate"][s] += 1 - len(a & z) / max(len(a), len(z))
             total["any_change_rate"][s] += a != z
             total["jaccard_distance"][s] += 1 - len(a & z) / len(a | z)
+            of = {e: g for e, g in zip(case.before[b, t, s].tolist(), gates[b, t, s].tolist(), strict=True) if e >= 0}
+            total["gate_mass_moved"][s] += sum(of[e] for e in a - z) / sum(of.values())
         if len(flips) == moe_layers:
             tokens, any_layer, layers = tokens + 1, any_layer + any(flips), layers + sum(flips)
     return total | {"tokens": tokens, "any_layer_change": any_layer, "layers_changed": layers}
@@ -108,10 +111,11 @@ def test_route_change_equals_a_loop_over_sets(case, strided):
     before, after = case.given(case.before), case.given(case.after)
     if strided:
         before, after = torch.cat([before, before], 2)[:, :, : before.shape[2]], after.mT.contiguous().mT
-    found = route_change(before, after, case.mask)
-    for name, value in changes(case).items():
-        assert found[name].tolist() == pytest.approx(value, rel=1e-14), name
-    mixed = route_change(before, case.after, case.mask)
+    gates = torch.rand(before.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = route_change(before, after, case.mask, gates)
+    for name, value in changes(case, gates).items():
+        assert found[name].tolist() == pytest.approx(value, rel=1e-13), name
+    mixed = route_change(before, case.after, case.mask, gates)
     assert all(torch.equal(x, mixed[name]) for name, x in found.items())
 
 

@@ -18,11 +18,6 @@ def judge(*parts):
     return collapse(np.arange(1, len(rewards) + 1), rewards)
 
 
-def test_ema_by_hand():
-    """Span 3 has a = 1/2."""
-    assert ema([4.0, 0.0, 2.0], 3).tolist() == [4.0, 2.0, 2.0]
-
-
 def test_ema_is_that_of_pandas():
     x = np.random.default_rng(0).normal(size=200)
     np.testing.assert_allclose(ema(x, 10), pd.Series(x).ewm(span=10, adjust=False).mean(), rtol=0, atol=1e-12)

@@ -170,24 +170,6 @@ def test_a_loss_of_another_shape_is_told_which(monkeypatch, changed, said):
         objective_of(Arm(name="a"))
 
 
-def first_token(x: LossInputs) -> LossOutput:
-    output = grpo(x)
-    vars(output).update(log_ratio=x.log_ratio[:, :1])  # past the check of types, which is there in tests alone
-    return output
-
-
-def test_a_loss_of_the_right_shape_for_one_token_is_told_the_shape_of_a_batch():
-    mask, zeros = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3)
-    with pytest.raises(ConfigError, match=r"log_ratio of shape \(2, 1\).*\(2, 3\)"):
-        policy_loss(
-            f"{__name__}:first_token",
-            logprobs=zeros.clone().requires_grad_(),
-            old_logprobs=zeros,
-            advantages=torch.ones(2),
-            mask=mask,
-        )
-
-
 def test_a_log_ratio_may_keep_its_graph():
     def own(x):
         return LossOutput(-(x.weights * x.log_ratio).sum(), x.log_ratio, torch.zeros_like(x.mask, dtype=torch.int8))

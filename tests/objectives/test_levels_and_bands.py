@@ -13,7 +13,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import CorrectionInputs, correction_weights, objective_of, policy_loss
 from moe_rl.objectives.weights import CORRECTIONS, cis, m2po, masked, opsm, rejected, truncated, vaco
-from moe_rl.registry import Component, needs, needs_of
+from moe_rl.registry import Component, needs_of
 from tests.objectives import peers
 from tests.objectives.examples import case, inputs
 from tests.objectives.test_aggregate import PPO, assert_equal, of, rows
@@ -188,24 +188,6 @@ def test_what_reads_the_policy_is_applied_at_the_update_and_once():
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)
 
 
-@needs("policy")
-def close_to_old(x):
-    """A user's own correction that reads π_θ."""
-    return (-x.log_ratio.detach().abs()).exp()
-
-
-def test_a_users_own_that_reads_the_policy_waits_for_the_update():
-    batch = make_batch()
-    batch = replace(batch, old_logprobs=batch.rollout_logprobs)
-    objective = objective_of(Arm(name="a", loss=PPO, corrections=(f"{__name__}:close_to_old", "truncated")))
-    weighed = objective.attach_weights(batch)
-    logprobs = batch.rollout_logprobs - 0.1 * batch.response_mask
-    found = objective(weighed, logprobs, torch.zeros_like(logprobs)).loss
-    plain = objective_of(Arm(name="b", loss=PPO))
-    expected = math.exp(-0.1) * plain(plain.attach_weights(batch), logprobs, torch.zeros_like(logprobs)).loss
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-
-
 def test_a_filter_leaves_the_lengths_and_the_sequences_and_a_correction_keeps_them():
     """Ratios 1, advantages 1 and 3. Two tokens of row 0 and all of row 1 are out: 1 as filter, over 2 · 3 else."""
     log_rho = torch.tensor([[0.0, 2.0, 2.0], [2.0, 2.0, 2.0]]).double()
@@ -337,31 +319,6 @@ def test_sequence_masks_and_corrections_of_trl_leave_its_kl(key, name):
 WIDE = Component("grpo", clip_low=9.0, clip_high=9.0)
 
 
-@pytest.fixture
-def parts():
-    batch = make_batch()
-    generator = torch.Generator().manual_seed(0)
-
-    def draw():
-        return torch.where(batch.response_mask, -torch.rand(batch.tokens.shape, generator=generator), 0.0)
-
-    return replace(batch, rollout_logprobs=draw(), old_logprobs=draw()), draw().requires_grad_()
-
-
-def test_terms_keep_the_weights_that_a_correction_takes_from_the_loss(parts):
-    """The engine was 1/3 as sure of every token: the loss counts half as much under a cap of 1/2, its KL in full."""
-    batch, logprobs = parts
-    batch = replace(batch, rollout_logprobs=batch.old_logprobs - math.log(3), ref_logprobs=batch.old_logprobs + 1)
-    found = {}
-    for corrections in ((), (Component("truncated", cap=0.5),)):
-        for terms in ((), (Component("kl", coef=0.7),)):
-            objective = objective_of(Arm(name="a", loss=WIDE, corrections=corrections, terms=terms))
-            out = objective(objective.attach_weights(batch), logprobs, torch.zeros_like(logprobs))
-            found[bool(corrections), bool(terms)] = out.loss.item()
-    assert found[True, False] == pytest.approx(found[False, False] / 2, rel=1e-6)
-    assert found[True, True] - found[True, False] == pytest.approx(found[False, True] - found[False, False], rel=1e-5)
-
-
 def test_with_routes_of_its_own_for_the_ratio_a_token_still_weighs_what_the_old_policy_and_the_engine_say():
     """π_old / π_engine = 3/2 whatever the ratio's and the gradient's routes make of π_θ: loss −(3/2 · 2), gradient
     the same, since the ratio is 2 and A = 1."""
@@ -393,16 +350,6 @@ def per_row(x):
     return torch.ones(len(x.mask))
 
 
-@needs("policy")
-def waiting(x):
-    return (x.log_ratio < 0.5).float()
-
-
-@needs("engine")
-def compares(x):
-    return torch.ones_like(x.old_logprobs)
-
-
 def nan_outside(x):
     return torch.where(x.mask, 1.0, math.nan)
 
@@ -428,18 +375,9 @@ def test_what_a_correction_says_of_padding_reaches_no_loss():
     assert torch.equal(one, other) and one != 0
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"filters": ("waiting",)}, "waiting.*reads π_θ"),
-        ({"corrections": ("per_row",)}, r"shape \(1,\)"),
-        ({"corrections": ("compares",), "anchor": "engine"}, "every weight of "),
-    ],
-)
-def test_ones_own_correction_that_means_nothing_is_refused(settings, message):
-    settings = {k: tuple(f"{__name__}:{n}" for n in v) if isinstance(v, tuple) else v for k, v in settings.items()}
-    with pytest.raises(ConfigError, match=message):
-        objective_of(Arm(name="a", **settings))
+def test_factors_of_another_shape_are_refused():
+    with pytest.raises(ConfigError, match=r"shape \(1,\)"):
+        objective_of(Arm(name="a", corrections=(f"{__name__}:per_row",)))
 
 
 def test_the_cap_of_cis_falls_as_the_trainer_grows_certain():

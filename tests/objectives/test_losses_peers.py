@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from moe_rl.objectives.losses import LOSSES
+from moe_rl.objectives.weights import AGGREGATIONS
 from tests.objectives import peers
 from tests.objectives.examples import inputs
 
@@ -16,32 +18,15 @@ DAPO = {"clip_low": 0.2, "clip_high": 0.28}
 GSPO = {"clip_low": 0.02, "clip_high": 0.03}
 
 
-def each_sequence(mask):
-    """1 / (N·|y|), N the sequences that have a token."""
-    return mask / (mask.sum(1, keepdims=True).clip(1) * mask.any(1).sum())
-
-
 def openrlhf(mask):
     """OpenRLHF adds 1e-8 to |y|."""
-    return mask / ((mask.sum(1, keepdims=True) + 1e-8) * mask.any(1).sum())
+    return mask / ((mask.double().sum(1, keepdim=True) + 1e-8) * mask.any(1).sum())
 
 
-def each_row(mask):
-    """1 / (N·|y|), N all rows, as TRL counts them."""
-    return mask / (mask.sum(1, keepdims=True).clip(1) * len(mask))
-
-
-def tokens(mask):
-    return mask / mask.sum()
-
-
-def constant(mask):
-    """1 / (N·T)."""
-    return mask / mask.size
-
-
-def sums(mask):
-    return mask / len(mask)
+each_sequence, tokens = AGGREGATIONS["seq_mean_token_mean"], AGGREGATIONS["token_mean"]
+each_row = functools.partial(each_sequence, rows="all")  # as TRL counts them
+sums = functools.partial(AGGREGATIONS["seq_mean_token_sum"], rows="all")
+constant = functools.partial(AGGREGATIONS["seq_mean_token_sum_norm"], horizon=24, rows="all")
 
 
 def ours(case, name, aggregation, *, per_token=False, anchor="old_logprobs", **options):
@@ -49,7 +34,7 @@ def ours(case, name, aggregation, *, per_token=False, anchor="old_logprobs", **o
     x = peers.case(case)
     logprobs = torch.tensor(x["logprobs"], requires_grad=True)
     advantages = x["token_advantages" if per_token else "advantages"]
-    given = inputs(logprobs, x[anchor], advantages, x["mask"], weights=torch.as_tensor(aggregation(x["mask"])))
+    given = inputs(logprobs, x[anchor], advantages, x["mask"], weights=aggregation(torch.as_tensor(x["mask"])))
     output = LOSSES[name](given, **options)
     output.loss.backward()
     return output.loss.item(), logprobs.grad.numpy()
@@ -125,5 +110,5 @@ def test_dppo_is_prime_rls_which_adds_a_square_and_anchors_at_the_engine(case):
     x = peers.case(case)
     distance = np.where(x["mask"], x["logprobs"] - x["rollout_logprobs"], 0)
     loss, gradient = ours(case, "dppo", tokens, low=0.05, high=0.05, anchor="rollout_logprobs")
-    pull = 1e-3 * tokens(x["mask"]) * distance
+    pull = 1e-3 * x["mask"] / x["mask"].sum() * distance
     agree((loss + (pull * distance).sum(), gradient + 2 * pull), peers.expected(case, "prime/default"))

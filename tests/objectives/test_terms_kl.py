@@ -191,12 +191,6 @@ def test_a_term_without_what_it_compares_with_is_an_error(term, lacking):
         TERMS[term](replace(inputs(*case()), entropy=None), coef=0.1)
 
 
-def test_terms_say_what_they_need_so_that_nobody_else_pays_for_it():
-    assert needs_of(kl) == {"reference"} and needs_of(entropy) == {"entropy"}
-    assert objective_of(Arm(name="a", terms=BOTH)).needs == {"reference", "entropy"}
-    assert objective_of(Arm(name="a")).needs == frozenset()
-
-
 @pytest.mark.parametrize("micro_batch", [1, 5, 64])
 def test_what_an_update_reports_of_its_terms_adds_up_over_micro_batches(micro_batch):
     """By hand over the whole mini-batch, from what the policy scores before the step."""
