@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
 import json
@@ -11,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain, count, islice
 from pathlib import Path
@@ -50,29 +48,6 @@ SAMPLE_GAP = 5  # steps between two samplings, at least
 
 
 # ---------------------------------------------------------------------- training steps
-def train(
-    loaded: LoadedModel,
-    weights: TrainedWeights,
-    batches: Iterator[list[Prompt]],
-    rate: Callable[[int], float],
-    *,
-    micro_batch: int,
-    temperature: float,
-) -> Iterator[tuple[int, list[Prompt], float, float]]:
-    """Take a step of AdamW on each batch, at the learning `rate` of that step. Yields the number of the step, from 1,
-    its batch, and the loss and chance by `add_gradient` before the step."""
-    trained = weights.parameters()
-    optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
-    for step, batch in enumerate(batches, 1):
-        optimizer.param_groups[0]["lr"] = rate(step)
-        loss, chance = add_gradient(loaded, batch, micro_batch, temperature)
-        torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        weights.write_back()
-        yield step, batch, loss, chance
-
-
 def add_gradient(loaded: LoadedModel, batch: list[Prompt], micro_batch: int, temperature: float) -> tuple[float, float]:
     """Add the gradient of the cross-entropy of (prompt, answer, EOS), mean over the batch's answer tokens. Returns the
     cross-entropy in nats and the mean probability of the answers."""
@@ -134,20 +109,6 @@ def encode_examples(task: AnyTask, prompts: list[Prompt], loaded: LoadedModel) -
 
 
 # ---------------------------------------------------------------------- the cold start
-@dataclass(frozen=True)
-class ColdStartResult:
-    """The success and the checkpoint of a cold start."""
-
-    rate: float | None
-    """Share of right completions, sampled at the run's temperature on prompts it did not train on; None when off."""
-    steps: int
-    seconds: float
-    """Processor seconds of the training."""
-    path: Path | None
-    """The Hugging Face checkpoint; None when off."""
-    cached: bool = False
-
-
 def cold_start(
     loaded: LoadedModel,
     task: AnyTask,
@@ -159,18 +120,19 @@ def cold_start(
     *,
     alone: Alone,
     inputs: Mapping[str, str] | None = None,
-) -> ColdStartResult:
+) -> Path | None:
     """Train `loaded.model` in place until the share of right completions (reward 1) reaches `run.cold_start.target`.
 
     Answer-only cross-entropy of (prompt, answer, EOS) at the run's temperature, mean over answer tokens, AdamW with a
     constant rate after a warm-up, on prompts that are neither the evaluation's nor those that decide when to stop. The
     result is cached under `<cache_root>/cold_starts/<hash of all that determines it>/`; `inputs` are digests of the
-    task's own code and data, which are part of that. `sample` draws the completions that decide when to stop. Raises
-    ConfigError when the answers do not fit into max_new_tokens, and RunError when `max_steps` did not suffice.
+    task's own code and data, which are part of that. `sample` draws the completions that decide when to stop. Returns
+    the folder of the Hugging Face checkpoint, None where the target is 0. Raises ConfigError when the answers do not
+    fit into max_new_tokens, and RunError when `max_steps` did not suffice.
     """
     settings = run.cold_start
     if settings.target == 0:
-        return ColdStartResult(rate=None, steps=0, seconds=0.0, path=None)
+        return None
     split = split_of(task, run.eval_prompts)
     evaluation = {p.text for p in held_out(task, run.eval_prompts)}
     stop_prompts = draw(task, split.stopping, derive(STOPPING, settings.seed, 0), evaluation)
@@ -186,11 +148,12 @@ def cold_start(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with alone(folder.with_suffix(".lock"), progress):
         if folder.exists():
-            return _from_cache(folder, loaded, report)
-        report(f"supervised warm-up: {split}")
-        result = _train(loaded, task, run, chain(first, batches), stop_prompts, split, sample, report, progress)
-        _write(folder, loaded, identity, result)
-    return dataclasses.replace(result, path=folder)
+            _from_cache(folder, loaded, report)
+        else:
+            report(f"supervised warm-up: {split}")
+            record = _train(loaded, task, run, chain(first, batches), stop_prompts, split, sample, report, progress)
+            _write(folder, loaded, record | {"determined_by": identity})
+    return folder
 
 
 def _check_reachable(examples: list[Prompt], loaded: LoadedModel, run: RunConfig) -> None:
@@ -213,21 +176,22 @@ def _train(
     sample: Sample,
     report: Callable[[str], None],
     progress: Progress,
-) -> ColdStartResult:
-    """The loop. The probability of a batch's answers predicts the success rate at no cost; sampling then decides."""
+) -> dict[str, Any]:
+    """The loop, and what it reached. The probability of a batch's answers predicts the success rate at no cost;
+    sampling then decides."""
     settings = run.cold_start
     weights = TrainedWeights(loaded.model)
-    steps = train(
-        loaded,
-        weights,
-        batches,
-        lambda step: settings.lr * min(1.0, step / WARM_UP),
-        micro_batch=run.micro_batch,
-        temperature=run.temperature,
-    )
+    trained = weights.parameters()
+    optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
     started, sampled, best = time.process_time(), 0, 0.0
     begun, reported = time.monotonic(), 0.0
-    for step, _, loss, predicted in islice(steps, settings.max_steps):
+    for step, batch in enumerate(islice(batches, settings.max_steps), 1):
+        optimizer.param_groups[0]["lr"] = settings.lr * min(1.0, step / WARM_UP)
+        loss, predicted = add_gradient(loaded, batch, run.micro_batch, run.temperature)
+        torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.write_back()
         if (now := time.monotonic()) - reported > 1:
             reported, left = now, (now - begun) / step * (settings.max_steps - step)
             state = {"step": step, "steps": settings.max_steps, "rate": best, "target": settings.target}
@@ -242,7 +206,7 @@ def _train(
             )
             if rate >= settings.target:
                 weights.release()
-                return ColdStartResult(rate, step, time.process_time() - started, None)
+                return {"rate": rate, "steps": step, "seconds": time.process_time() - started}
     raise RunError(
         f"the supervised warm-up of {run.model.name!r} on {run.task} reached {best:.1%} success in "
         f"{settings.max_steps} steps, below the target of {settings.target:.0%}; it knows {predicted:.0%} of its last "
@@ -292,21 +256,19 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _write(folder: Path, loaded: LoadedModel, identity: dict[str, Any], result: ColdStartResult) -> None:
+def _write(folder: Path, loaded: LoadedModel, record: dict[str, Any]) -> None:
     """The checkpoint and its record appear together or not at all."""
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
     save_checkpoint(loaded.model, loaded.tokenizer, partial)
-    record = {"rate": result.rate, "steps": result.steps, "seconds": result.seconds, "determined_by": identity}
     (partial / "cold_start.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
     os.replace(partial, folder)
 
 
-def _from_cache(folder: Path, loaded: LoadedModel, report: Callable[[str], None]) -> ColdStartResult:
-    """The cached result; the model takes over its weights."""
+def _from_cache(folder: Path, loaded: LoadedModel, report: Callable[[str], None]) -> None:
+    """Give the model the cached weights."""
     record = json.loads((folder / "cold_start.json").read_text(encoding="utf-8"))
     with no_progress_bars():
         widest = reduce(torch.promote_types, (x.dtype for x in loaded.model.parameters()))  # routers may be wider
         loaded.model.load_state_dict(load_weights(str(folder), widest).state_dict())
     report(f"supervised warm-up: success {record['rate']:.1%} after {record['steps']} steps, from {folder}")
-    return ColdStartResult(record["rate"], record["steps"], record["seconds"], folder, cached=True)
