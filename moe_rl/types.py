@@ -334,20 +334,11 @@ class Updated:
     """Those of `LossOutput`, added up over the mini-batch."""
 
 
-def boolean(mask: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
-    """The mask. Raises TypeError for one of 0 and 1: as an index it would name rows."""
-    if mask.dtype != torch.bool:
-        raise TypeError(
-            f"the mask is of {str(mask.dtype).removeprefix('torch.')}; give it as bool, mask.bool(): an "
-            "index of 0 and 1 would take rows 0 and 1, again and again"
-        )
-    return mask
-
-
-def require_mask(mask: Tensor, name: str = "the mask") -> None:
-    """Raise ConfigError for a mask of numbers, which somebody else's loop gave."""
+def require_mask(mask: Tensor, name: str = "the mask") -> Tensor:
+    """The mask. Raises ConfigError for one of numbers: as an index it would name rows 0 and 1."""
     if mask.dtype != torch.bool:
         raise ConfigError(f"{name} has dtype {str(mask.dtype).removeprefix('torch.')}. Give it as bool: mask.bool().")
+    return mask
 
 
 def require_logprobs(logprobs: Tensor, mask: Tensor, name: str) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_rl.metrics.attribution import NO_VARIANCE, AttributionSums
-from moe_rl.types import boolean
+from moe_rl.types import require_mask
 
 QUANTILES = {"001": 0.001, "01": 0.01, "10": 0.1, "50": 0.5, "90": 0.9, "99": 0.99, "999": 0.999}
 
@@ -31,7 +31,7 @@ def ratio_statistics(log_ratio: Float[Tensor, "batch time"], mask: Bool[Tensor, 
     `token_log_ratio_var_within` is the mean over sequences of 1/|y| Σ_t (log r_t - log s)² (SAPO, arXiv 2511.20347).
     Empty responses count nowhere; with no token at all every statistic is NaN and the n are 0.
     """
-    tokens = log_ratio[boolean(mask)].double().cpu().numpy()
+    tokens = log_ratio[require_mask(mask)].double().cpu().numpy()
     lengths = mask.sum(1).cpu().numpy()
     lengths = lengths[lengths > 0]
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -84,7 +84,7 @@ def attribution(
     """The part of Var(log r) that goes with route changes, as sums, from the log-ratios of the same tokens and weights
     under unconstrained and under replayed routes. Use tokens not yet trained on."""
     return AttributionSums.of(
-        unconstrained[boolean(mask)].double().cpu().numpy(), replayed[mask].double().cpu().numpy()
+        unconstrained[require_mask(mask)].double().cpu().numpy(), replayed[mask].double().cpu().numpy()
     )
 
 

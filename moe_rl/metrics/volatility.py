@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_rl.metrics.pooled import Pooled
 from moe_rl.routing.ids import BLOCK, block_tokens, signed, slots_first, unknown_id, used
 from moe_rl.routing.moe_layers import Layout
-from moe_rl.types import boolean
+from moe_rl.types import require_mask
 
 Ids = Integer[Tensor, "batch time moe_layer k"]
 AnyK = Integer[Tensor, "batch time moe_layer _"]
@@ -148,7 +148,7 @@ def router_shift(
     `router_shift_ratio_low`, γ < 0.7, below which RSPO's code drops a token. NaN marks an unused slot; a row of NaN is
     unknown.
     """
-    shift = (new_logprobs_at_old_ids[boolean(mask)].double() - old_logprobs_at_old_ids[mask].double()).abs()
+    shift = (new_logprobs_at_old_ids[require_mask(mask)].double() - old_logprobs_at_old_ids[mask].double()).abs()
     known = ~shift.isnan().all(-1)
     everywhere = known.all(-1)
     gamma = (-shift).exp().nanmean(-1)[everywhere].prod(-1)
@@ -166,7 +166,7 @@ def load_statistics(ids: Ids, num_experts: int | Sequence[int], mask: Mask) -> P
     experts. `num_experts`: of all MoE layers, or of each."""
     moe_layers = ids.shape[2]
     per_moe_layer = (num_experts,) * moe_layers if isinstance(num_experts, int) else tuple(num_experts)
-    counts = _usage([ids.flatten(0, 1)[None]], boolean(mask).reshape(1, -1), max(per_moe_layer))[0][0].double()
+    counts = _usage([ids.flatten(0, 1)[None]], require_mask(mask).reshape(1, -1), max(per_moe_layer))[0][0].double()
     for moe_layer, experts in zip(counts, per_moe_layer, strict=True):
         moe_layer[experts:] = math.nan
     return Pooled(load=counts)
@@ -181,7 +181,7 @@ def margin_summary(
     NaN marks an unknown margin. Quantiles cannot be pooled.
     """
     rows = []
-    for values in margins[boolean(mask)].double().cpu().numpy().T:
+    for values in margins[require_mask(mask)].double().cpu().numpy().T:
         values = values[~np.isnan(values)]
         row = {"margin_n": float(len(values))}
         for name, q in (("01", 0.01), ("10", 0.1), ("50", 0.5), ("90", 0.9)):
@@ -212,7 +212,7 @@ def _tokens(mask: Mask, *traces: AnyK) -> Int64[Tensor, " token"]:
     for ids in traces:
         if ids.shape[:2] != mask.shape:
             raise ValueError(f"the mask has shape {list(mask.shape)}, the ids have shape {list(ids.shape)}")
-    return boolean(mask).flatten().nonzero()[:, 0].to(traces[0].device)
+    return require_mask(mask).flatten().nonzero()[:, 0].to(traces[0].device)
 
 
 def _usage(traces: Sequence[AnyK], mask: Mask, num_experts: int) -> list[Int64[Tensor, "batch moe_layer expert"]]:
@@ -245,7 +245,7 @@ def _usage(traces: Sequence[AnyK], mask: Mask, num_experts: int) -> list[Int64[T
 def router_confidence(log_probs: PerSlot, ids: Ids, mask: Mask) -> Pooled:
     """Probability of the chosen experts where `mask` is true. `log_probs` are the router's log softmax at `ids`
     (prime-rl, pull request 2545)."""
-    in_use = used(ids[boolean(mask)])  # token, MoE layer, k
+    in_use = used(ids[require_mask(mask)])  # token, MoE layer, k
     known = in_use[..., 0]
     chosen = torch.where(in_use, log_probs[mask].double().exp(), 0)
     return Pooled(router_confidence=chosen.sum(-1).sum(0), confidence_n=known.double().sum(0))
@@ -253,7 +253,7 @@ def router_confidence(log_probs: PerSlot, ids: Ids, mask: Mask) -> Pooled:
 
 def coverage(known: Bool[Tensor, "batch time moe_layer"], mask: Mask) -> Pooled:
     """The number of (token, MoE layer) pairs that a trace knows where `mask` is true."""
-    forced = known[boolean(mask)].double()
+    forced = known[require_mask(mask)].double()
     return Pooled(coverage=forced.sum(), coverage_n=torch.ones_like(forced).sum())
 
 

@@ -3,10 +3,10 @@
 import math
 from inspect import unwrap
 
-import numpy as np
 import pytest
 import torch
 
+from moe_rl.errors import ConfigError
 from moe_rl.metrics.ratios import ratio_statistics
 from moe_rl.metrics.volatility import (
     coverage,
@@ -16,7 +16,6 @@ from moe_rl.metrics.volatility import (
     route_change,
     router_shift,
 )
-from moe_rl.types import boolean
 
 ALL = torch.ones(1, 2, dtype=torch.bool)
 
@@ -47,10 +46,8 @@ def test_a_mask_of_0_and_1_is_refused_without_the_type_checker_of_the_tests_too(
     """As an index it names rows."""
     mask = torch.rand(5, 7) < 0.5
     assert measure(mask)
-    with pytest.raises(TypeError):
+    with pytest.raises((ConfigError, TypeError)):  # the latter by the type checker of the tests
         measure(mask.long())
-    with pytest.raises(TypeError, match=r"int64.*mask\.bool\(\)"):
-        unwrap(boolean)(mask.long())
 
 
 def test_changes_by_hand():
@@ -75,45 +72,6 @@ def test_changes_by_hand():
             "volatility_tokens": 2,
             "volatility_unknown": 0,
         }
-    )
-
-
-def test_the_gate_mass_is_that_of_a_loop_over_sets():
-    before, after = random_routes(0), random_routes(1)
-    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(2)) < 0.7
-    gates = torch.rand(5, 7, 3, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    moved = []
-    for b, t in mask.nonzero().tolist():
-        for s in range(3):
-            old, new = before[b, t, s].tolist(), after[b, t, s].tolist()
-            if -1 not in old + new:
-                lost = sum(gates[b, t, s, i].item() for i in range(2) if old[i] not in new)
-                moved.append(lost / gates[b, t, s].sum().item())
-    change = route_change(before, after, mask, gates)
-    assert change.row()["gate_mass_moved"] == pytest.approx(np.mean(moved), rel=1e-12) and 0 < np.mean(moved) < 1
-    assert change["volatility_tokens"].sum() == len(moved)
-
-
-def test_a_moe_layer_with_fewer_slots_counts_its_own_experts_only():
-    """MoE layer 1 uses one expert of two slots: a flip there is a slot change of 1, not 1/2, and -1 never matches."""
-    before = ids([[[[0, 1], [3, -1]], [[0, 1], [3, -1]]]])
-    after = ids([[[[0, 1], [4, -1]], [[0, 1], [3, -1]]]])
-    change = route_change(before, after, ALL, torch.ones(1, 2, 2, 2))
-    assert [s["expert_change_rate"] for s in change.moe_layer_rows()] == [0.0, 0.5]
-    assert [s["jaccard_distance"] for s in change.moe_layer_rows()] == [0.0, 0.5]
-    assert [s["gate_mass_moved"] for s in change.moe_layer_rows()] == [0.0, 0.5]
-
-
-def test_a_set_that_grows_changes_but_moves_no_gate_mass():
-    change = route_change(ids([[[[3, -1]]]]), ids([[[[4, 3]]]]), ALL[:, :1], torch.tensor([[[[1.0, 9.0]]]]))
-    assert (
-        change["expert_change_rate"].item(),
-        change["any_change_rate"].item(),
-        change["gate_mass_moved"].item(),
-    ) == (
-        0.5,
-        1.0,
-        0.0,
     )
 
 
