@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic.functional_validators import BeforeValidator, InstanceOf, PlainValidator, model_validator
 
 from moe_rl.errors import ConfigError
-from moe_rl.registry import Component, Part, unknown
+from moe_rl.registry import Component, NotNegative, Part, Share, unknown
 
 S = TypeVar("S", bound="Settings")
 NAMED = re.compile(r"[^\s:(),=]+:[^\s:(),=]+")
@@ -62,8 +62,6 @@ AllNamed = Annotated[tuple[Named, ...], FromList]
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Number = Annotated[int, Field(ge=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 

@@ -18,7 +18,8 @@ from moe_rl.objectives import Advantage, Objective
 from moe_rl.objectives.advantages import explain_zeros
 from moe_rl.objectives.methods import components
 from moe_rl.objectives.spelling import fill_in, suggest_field
-from moe_rl.policies.base import Policy, ValueModel
+from moe_rl.policies.base import Policy
+from moe_rl.policies.critic import HFCritic
 from moe_rl.recorder import Recorder, Row, Rows, evaluation_rows
 from moe_rl.registry import Component, check_component, lookup, needs_of
 from moe_rl.rollouts.batches import BatchSource, Collector, Queue
@@ -55,7 +56,7 @@ class Parts:
     """What every step trains on."""
     reference: Policy | None = None
     """Scores the batch for the parts of the objective that compare with it."""
-    critic: ValueModel | None = None
+    critic: HFCritic | None = None
     """For advantages that ask for values: takes a step after each of the policy's."""
     export: Callable[[int], None] | None = None
     """Called after every step that the run wants as a Hugging Face checkpoint."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.objectives import Objective
@@ -43,23 +42,6 @@ class Policy(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write everything that resuming needs."""
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
-
-
-@runtime_checkable
-class ValueModel(Protocol):
-    """A critic: estimates the reward that follows a prefix."""
-
-    def values(self, batch: Rollouts) -> Float[Tensor, "batch time"]:
-        """V of the state before every response token, 0 elsewhere; without gradient."""
-
-    def update(self, mini_batch: MiniBatch) -> Mapping[str, float]:
-        """One optimizer step on a mini-batch towards its returns; columns of `updates`, measured before."""
-
-    def save(self, folder: Path) -> None:
-        """Write everything that resuming needs, beside the policy's."""
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""

@@ -40,7 +40,6 @@ class HFCritic:
         clip: float = math.inf,
         micro_batch: int = 64,
         micro_batch_tokens: int | None = None,
-        score_batch: int | None = None,
         activation_checkpointing: bool = False,
     ):
         body: Any = model.base_model
@@ -51,7 +50,6 @@ class HFCritic:
         self.model = nn.ModuleDict({"body": body, "head": head}).eval()
         self.settings, self.clip = optimizer, clip
         self.micro_batch, self.micro_batch_tokens = micro_batch, micro_batch_tokens
-        self.score_batch = score_batch or SCORED * micro_batch
         self.device = embeddings.device
         self.trained = TrainedWeights(self.model)
         self.optimizer = make_optimizer(self.trained, optimizer)
@@ -61,12 +59,12 @@ class HFCritic:
 
     @torch.no_grad()
     def values(self, batch: Rollouts) -> Float[Tensor, "batch time"]:
-        """V of the state before every response token; see `ValueModel.values`."""
-        cuts = cut(batch, self.score_batch, self.micro_batch_tokens)
+        """V of the state before every response token, 0 elsewhere."""
+        cuts = cut(batch, SCORED * self.micro_batch, self.micro_batch_tokens)
         return join([move_beside(batch, self._forward(batch.rows(rows))) for rows in cuts], batch, cuts)[0]
 
     def update(self, mini_batch: MiniBatch) -> dict[str, float]:
-        """One step down the value loss; loss, explained variance and gradient norm before it."""
+        """One step on a mini-batch down the value loss; columns of `updates`, measured before it."""
         self.optimizer.zero_grad(set_to_none=True)
         parts, loss = [], 0.0
         cuts = cut(mini_batch, self.micro_batch, self.micro_batch_tokens)

@@ -53,7 +53,7 @@ def to_learn(batch, critic):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_value_is_of_the_prefix_before_its_token(family, batch):
     """Row by row, without padding, from the last hidden state of a model of its own."""
-    critic, model = critic_of(family, score_batch=5), tiny(family)
+    critic, model = critic_of(family, micro_batch=2), tiny(family)
     values = critic.values(batch)
     for b in range(len(batch)):
         for t in batch.response_mask[b].nonzero()[:, 0].tolist():
@@ -125,17 +125,6 @@ def test_activation_checkpointing_changes_no_weight(batch):
         critic.update(to_learn(batch, critic))
         found.append(torch.cat([p.detach().flatten() for p in critic.model.parameters()]))
     assert torch.equal(*found)
-
-
-def test_saved_and_loaded_it_goes_on_bit_for_bit(batch, tmp_path):
-    critic = critic_of()
-    part = to_learn(batch, critic)
-    critic.update(part)
-    critic.save(tmp_path)
-    other = critic_of(seed=3, head=False)
-    other.load(tmp_path)
-    assert critic.update(part) == other.update(part)
-    assert all(torch.equal(a, b) for a, b in zip(critic.model.parameters(), other.model.parameters(), strict=True))
 
 
 def test_a_gradient_that_is_not_finite_names_the_critic(batch):
