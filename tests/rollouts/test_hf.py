@@ -8,61 +8,24 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    GptOssConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-)
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.rollouts.engine import context_length
 from moe_rl.rollouts.hf import HFEngine, draw_noise, draw_tokens
 from moe_rl.routing import record_routing
 from moe_rl.types import Prompt, Rollout, Sampling
+from tests.conftest import build
 
 EOS, VOCABULARY = 1, 20
-SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=EOS,
-)
-CONFIGS = {
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16),
-    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "gpt_oss": lambda: GptOssConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2, sliding_window=8),
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **(SIZES | {"num_key_value_heads": 4}),
-        moe_intermediate_size=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
-}
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13), (2,), (14, 15, 3, 4)]
 
 
 def make_model(family: str = "qwen3_moe") -> torch.nn.Module:
-    torch.set_num_threads(1)
+    own = {"sliding_window": 8} if family == "gpt_oss" else {}
+    model = build(family, vocab_size=VOCABULARY, eos_token_id=EOS, max_position_embeddings=64, **own)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).float().eval()
     for parameter in model.parameters():  # spread the logits and the routes, so that mistakes show
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -101,7 +64,7 @@ def same(a: Rollout, b: Rollout) -> bool:
     return a.tokens == b.tokens and torch.equal(a.logprobs, b.logprobs) and a.routes == b.routes and a.text == b.text
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_routes_are_those_of_a_full_forward(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     model = make_model(family)
     sampling = Sampling(temperature=0.7, max_new_tokens=9)

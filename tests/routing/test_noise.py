@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from moe_rl.errors import RoutingError
 from moe_rl.policies.hf import last_step
 from moe_rl.routing import record_routing, replay_routing
+from moe_rl.routing.intercept import hooked
 from moe_rl.routing.moe_layers import find_moe_layers, router_matrices
 from moe_rl.routing.router_noise import Noise, directions, disturbed, shifted, steps
 from tests.conftest import FAMILIES, build
@@ -59,27 +61,18 @@ def test_the_form_choice_takes_each_moe_layers_ids_from_its_moved_router_and_all
     assert routes != forward(model, tokens)[1]
     for index, moe_layer in enumerate(find_moe_layers(model)):
         arguments, settings = seen[moe_layer.reader]
-        with torch.no_grad(), shifted(router_matrices(moe_layer), noise, index), record_one(model, moe_layer) as ids:
+        with torch.no_grad(), shifted(router_matrices(moe_layer), noise, index), record_one(moe_layer) as ids:
             moe_layer.reader(*arguments, **settings)
         used = routes.ids()[:, :, index, : moe_layer.moe_layer.top_k].flatten(0, 1)
         assert torch.equal(ids[0].sort(-1).values, used.sort(-1).values)
 
 
-class record_one:  # noqa: N801
+@contextmanager
+def record_one(moe_layer):
     """The ids that one MoE layer picks in a call of its own."""
-
-    def __init__(self, model, moe_layer):
-        from moe_rl.routing.intercept import hooked
-
-        self.ids = []
-        self.scope = hooked((moe_layer,), "listeners", lambda number, used, *_: self.ids.append(used))
-
-    def __enter__(self):
-        self.scope.__enter__()
-        return self.ids
-
-    def __exit__(self, *error):
-        return self.scope.__exit__(*error)
+    ids = []
+    with hooked((moe_layer,), "listeners", lambda number, used, *_: ids.append(used)):
+        yield ids
 
 
 def test_under_a_choice_gradient_reaches_the_routers_own_weights_through_the_gates(tokens):

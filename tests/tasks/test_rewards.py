@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,22 +161,6 @@ def test_a_call_beyond_the_limit_is_ended_and_counted_for_its_completion_alone(m
     assert columns_of(rewards) == {"reward_slow": 1.0, "reward_correct": 2 / 3, "reward_timeouts": 1.0}
 
 
-class Parrot:
-    """An engine whose completions are the answers."""
-
-    reports_routes = False
-
-    def generate(self, prompts, group_size, *, key, sampling, reply=None):
-        asked = [prompt for prompt in prompts for _ in range(group_size)]
-        return [Rollout(p, (5,), torch.zeros(1), p.answer, finished=True) for p in asked]
-
-    def load(self, weights):
-        return None
-
-    def close(self):
-        pass
-
-
 def test_the_function_of_the_page_runs(made, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
     (tmp_path / "page_reward.py").write_text(python_block(page, "def correct"))
@@ -186,17 +171,22 @@ def test_the_function_of_the_page_runs(made, tmp_path):
 
 def test_columns_reach_the_rows_of_a_step_and_of_an_evaluation(made):
     """From a batch source and from `evaluate`, as a run has them."""
+
+    def answer(prompts, group_size, *, key, sampling, reply=None):
+        asked = [prompt for prompt in prompts for _ in range(group_size)]
+        return [Rollout(p, (5,), torch.zeros(1), p.answer, finished=True) for p in asked]
+
     tokenizer = byte_tokenizer(300)
     task = made(rewards=own("correct", "later"), reward_weights=[1, 0])
-
+    engine = SimpleNamespace(reports_routes=False, generate=answer, load=lambda weights: None, close=lambda: None)
     prompts = encode_prompts(task.lines[:1], tokenizer)
     config = RunConfig(arm=Arm(name="a"), prompts_per_step=2, group_size=2, mini_batches=1)
-    collector = Collector(run=config, task=task, engine=Parrot(), tokenizer=tokenizer, held_out=prompts)
+    collector = Collector(run=config, task=task, engine=engine, tokenizer=tokenizer, held_out=prompts)
     source = Queue()
     assert source.next(collector, 1).rewards.tolist() == [1.0] * 4
     assert source.row == {"reward_correct": 1.0, "reward_later": 1 / 8}
     check_rows("steps", [{"step": 1, **source.row}])
-    rows = [row for row, _ in evaluate(Parrot(), task, prompts, Sampling(), key=(0,))]
+    rows = [row for row, _ in evaluate(engine, task, prompts, Sampling(), key=(0,))]
     assert [(row["reward"], row["reward_later"]) for row in rows] == [(1.0, 1 / 8)] * 2
     check_rows("evaluations", [{"step": 0, "benchmark": "held_out", **row} for row in rows])
 
