@@ -22,6 +22,7 @@ from moe_rl.integrations.cpu_kernels.experts import NAME as CPU_EXPERTS
 from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.moe_layers import SELECTS, find_moe_layers
 from tests.routing.families import FAMILIES, REFUSED, At, Family, build, jetmoe_dispatch, older_than, table
+from tests.routing.test_hooks import record
 
 MODELS = Path(transformers.__file__).parent / "models"
 NOT_MOE = {"granite_docling"}  # has a class named router, which chooses the density of an image
@@ -64,13 +65,6 @@ class Case:
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.model_type, scope="module")
 def case(request):
     return Case(request.param)
-
-
-def record(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> tuple[RoutingTrace, Tensor]:
-    with torch.no_grad(), record_routing(model) as recording:
-        logits = model(tokens, **inputs).logits
-    mask = inputs.get("attention_mask")
-    return recording.trace(tokens, None if mask is None else mask.bool()), logits
 
 
 # ---------------------------------------------------------------------- what reaches the experts, seen from outside

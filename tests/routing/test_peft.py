@@ -6,17 +6,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from moe_rl import build as execution
 from moe_rl.errors import RoutingError, RunError
-from moe_rl.models.load import LoadedModel
 from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.routing import layout_of, record_routing, replay_routing
 from moe_rl.routing.moe_layers import router_parameters
 from tests.conftest import build
 from tests.policies.test_hf import GRPO, make_batch, part_of, policy_of
-from tests.routing.test_families import gradients, record, watched
-from tests.test_trainer import ARMS, TINY, carry_out
+from tests.routing.test_families import gradients, watched
+from tests.routing.test_hooks import record
 
 ADAPTERS = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
@@ -135,16 +133,3 @@ def test_a_policy_trains_the_adapters_alone_and_an_engine_on_its_module_needs_no
     assert all(torch.equal(w, mine[name]) for name, w in model.state_dict().items())
     with pytest.raises(RunError, match="lm_head.weight"):
         HFEngine(build("qwen3_moe"), byte_tokenizer()).load(policy.weights())
-
-
-def test_the_trainer_replays_the_engines_routes_on_an_adapted_model(tmp_path, monkeypatch):
-    plain = execution.load
-
-    def load(config, seed):
-        loaded = plain(config, seed)
-        return LoadedModel(wrap(loaded.model), loaded.tokenizer)
-
-    monkeypatch.setattr(execution, "load", load)
-    tables = carry_out(TINY.replace(arm=ARMS["r3"], steps=2), tmp_path / "r3")
-    assert (tables["updates"]["coverage"] == 1).all()
-    assert (tables["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,18 +16,9 @@ from moe_rl.routing import record_routing, replay_routing
 from moe_rl.routing.moe_layers import find_moe_layers, mixes_packed_rows, router_matrices
 from tests.conftest import FAMILIES, build, perturb
 from tests.routing import families
-from tests.routing.test_hooks import record
+from tests.routing.test_hooks import Held, record
 
-
-class Wrapped(nn.Module):
-    """As DDP does: hands on whatever it is called with, and whatever it is asked for."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+Wrapped = partial(Held, name="module")  # as DDP does
 
 
 def adapted(model):
@@ -163,7 +155,7 @@ def test_tokens_that_were_not_read_are_refused_by_row_position_and_id(model, tok
 
 def test_tokens_count_by_keyword_and_where_an_inner_module_is_called(model, tokens):
     inner = model
-    while not hasattr(type(inner), "get_decoder") or isinstance(inner, Wrapped):
+    while not hasattr(type(inner), "get_decoder") or isinstance(inner, Held):
         inner = next(inner.children())
     for call in (lambda: model(input_ids=tokens), lambda: inner.get_decoder()(tokens)):
         with torch.no_grad(), record_routing(model) as recording:

@@ -24,8 +24,9 @@ from moe_rl.routing.sources import (
     shuffled,
     under_noise,
 )
-from moe_rl.types import Rollouts, Scored
+from moe_rl.types import Scored
 from tests.conftest import build
+from tests.objectives.examples import rewarded
 from tests.policies.test_hf import make_batch, policy_of
 from tests.routing.test_trace import random_trace
 from tests.test_trainer import TINY, carry_out
@@ -36,18 +37,9 @@ def step():
     """Three prompts of two rows each, of unequal length."""
     lengths = [5, 4, 3, 5, 2, 5]
     routes = random_trace(batch=6, lengths=lengths)
-    zeros = torch.zeros(6, 5)
-    batch = Rollouts(
-        tokens=routes.tokens.long(),
-        attention_mask=routes.attention_mask,
-        response_mask=routes.attention_mask,
-        prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
-        rollout_logprobs=zeros,
-        rewards=zeros[:, 0],
-        finished=routes.attention_mask[:, 0],
-        rollout_routes=routes,
-    )
-    return batch, Scored(zeros, zeros, routes)
+    mask, zeros = routes.attention_mask, torch.zeros(6, 5)
+    further = {"tokens": routes.tokens.long(), "attention_mask": mask, "rollout_routes": routes}
+    return rewarded([0.0] * 6, [0, 0, 1, 1, 2, 2], mask, **further), Scored(zeros, zeros, routes)
 
 
 def test_live_replays_nothing_and_old_policy_its_own_routes(step):
@@ -93,7 +85,8 @@ def test_random_sets_are_valid_routes_wherever_routes_are_known(step):
 def test_a_dose_of_replay_keeps_a_share_of_the_routes_and_frees_the_rest(step):
     batch, unconstrained = step
     known = unconstrained.routes.known
-    assert random_share(batch, unconstrained, share=1.0) == unconstrained.routes
+    assert random_share(batch, unconstrained, share=1.0) is unconstrained.routes
+    assert random_share(batch, unconstrained, share=1e-9) is None, "a draw that hits no pair is no replay"
     half = random_share(batch, unconstrained, share=0.5)
     assert 0.3 < half.known.sum() / known.sum() < 0.7
     assert torch.equal(half.experts[half.known], unconstrained.routes.experts[half.known])
@@ -124,14 +117,6 @@ def test_false_flips_exchange_one_expert_where_margins_are_smallest(step):
         assert score[entered.pop()] == max(score[e] for e in range(experts) if e not in old)
     assert false_flips(batch, unconstrained, share=0.0) == routes
     assert needs_of(partial(false_flips, share=0.1)) == {"scores"} and not needs_of(old_policy)
-
-
-def test_a_dose_of_nothing_is_live_routing_and_a_full_one_is_the_old_policys(step):
-    batch, unconstrained = step
-    assert random_share(batch, unconstrained, share=0) is None
-    assert random_share(batch, unconstrained, share=1) is unconstrained.routes
-    assert random_share(batch, unconstrained, share=1e-9) is None, "a draw that hits no pair is no dose either"
-    assert false_flips(batch, unconstrained, share=0) is unconstrained.routes
 
 
 ARMS = {
