@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from moe_rl.rollouts.batches import collate
 from moe_rl.routing import Layout, MoeLayer, RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.intercept import hooked
 from moe_rl.routing.moe_layers import find_moe_layers, router_parameters
-from moe_rl.routing.sources import old_policy, random_sets, shuffled, soft
+from moe_rl.routing.sources import random_sets
 from moe_rl.types import Batch, Prompt, Rollout
 from tests.conftest import FAMILIES, build, perturb
 from tests.objectives import peers
@@ -83,59 +82,6 @@ def test_scores_are_the_models_own_log_probabilities(family, temperature, batch)
         routes = recording.trace(batch.tokens[b : b + 1, :n])
         assert torch.equal(scored.routes.experts[b, : n - 1], routes.experts[0, : n - 1])
         assert not scored.routes.known[b, n - 1 :].any(), "the last token and padding route nothing that counts"
-
-
-@pytest.mark.parametrize("source", [None, old_policy, shuffled, random_sets, partial(soft, ratio=0.7)])
-def test_ratios_of_the_first_mini_batch_are_one_under_any_routes(source, batch):
-    """The placebos too, because both sides of the ratio use the same routes."""
-    policy = policy_of(build("qwen3_moe"))
-    unconstrained = policy.score(batch)
-    routes = source(batch, unconstrained) if source else None
-    old = unconstrained if routes is None or routes is unconstrained.routes else policy.score(batch, routes)
-    rows = torch.tensor([7, 2, 9, 4])
-    part = GRPO.attach_weights(part_of(batch, old, routes).rows(rows))
-    updated = policy.update(part, GRPO)
-    assert (updated.logprobs - part.old_logprobs).abs().max() < 1e-5
-    if source in (shuffled, random_sets):
-        assert (unconstrained.logprobs - old.logprobs).abs().max() > 1e-3, "the placebo must matter"
-
-
-def test_an_update_does_not_depend_on_the_micro_batch(batch):
-    weights = []
-    for micro_batch in (1, 5, 64):
-        policy = policy_of(build("qwen3_moe"), micro_batch=micro_batch, optimizer={"eps": 1e-3})
-        policy.update(part_of(batch, policy.score(batch)), GRPO)
-        weights.append(torch.cat([w.flatten() for _, w in policy.weights()]))
-    torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(weights[1], weights[2], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("replayed", [False, True])
-def test_activation_checkpointing_changes_no_weight(mode, replayed, batch):
-    weights = []
-    for checkpointing in (False, mode):
-        model = build("qwen3_moe")
-        policy = policy_of(model, activation_checkpointing=checkpointing, micro_batch=5)
-        routes = policy.score(batch).routes
-        perturb(model)
-        routes = routes if replayed else None
-        policy.update(part_of(batch, policy.score(batch, routes), routes), GRPO)
-        weights.append(dict(policy.weights()))
-    for name in weights[0]:
-        assert torch.equal(weights[0][name], weights[1][name]), name
-
-
-def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path, batch):
-    policy = policy_of(build("qwen3_moe"))
-    policy.update(part_of(batch, policy.score(batch)), GRPO)
-    policy.save(tmp_path)
-    other = policy_of(build("qwen3_moe", seed=9))
-    other.load(tmp_path)
-    for p in (policy, other):
-        p.update(part_of(batch, p.score(batch)), GRPO)
-    for (name, a), (_, b) in zip(policy.weights(), other.weights(), strict=True):
-        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])

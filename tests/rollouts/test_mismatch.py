@@ -111,16 +111,6 @@ def test_replaying_the_rollouts_routes_removes_what_the_router_noise_adds(tmp_pa
     assert (steps["first_update_log_ratio_max"].dropna() < 1e-5).all(), "both sides replay the engine's routes"
 
 
-def test_a_resumed_run_of_another_numerics_ends_identical(tmp_path):
-    from moe_rl.storage import frames
-
-    run = WIDE.replace(engine=Component("perturbed", router_noise=0.1, int8=True))
-    carry_out(run.replace(steps=2), tmp_path / "cut")
-    carry_out(run, tmp_path / "cut")
-    carry_out(run, tmp_path / "whole")
-    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
-
-
 @pytest.mark.parametrize("by", [0.01, -1.0])
 def test_the_noise_floor_of_a_policy_that_scores_padded_rows_otherwise_by_hand(tmp_path, monkeypatch, by):
     """Every log-prob higher by `by` where rows are padded, and every expert of the first MoE layer the next one: sets

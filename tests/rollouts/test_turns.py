@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from moe_rl.errors import RoutingError
 from moe_rl.integrations.vllm.server import BatchIncomplete
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
-from moe_rl.rollouts.turns import generate_by_turns, splice_routes
+from moe_rl.rollouts.turns import generate_by_turns
 from moe_rl.seeds import NOISE, derive
 from moe_rl.types import Rollout, Sampling
 from tests.integrations.test_server import engine_of, loaded, server  # noqa: F401
@@ -156,28 +155,6 @@ def test_no_turn_shares_its_noise_with_another_nor_with_a_refill(tokenizer) -> N
             reply=lambda row, text: "",
         )
     assert len(seeds) == len(set(seeds)) == 3 * len(PROMPTS) * 3 * 4
-
-
-def test_a_turn_that_was_read_from_other_tokens_is_refused(model, tokenizer) -> None:  # noqa: F811
-    engine = HFEngine(model, tokenizer)
-    first, new = (engine.generate(prompts()[:1], 1, key=(1,), sampling=Sampling(max_new_tokens=n))[0] for n in (5, 9))
-    assert first.tokens == new.tokens[:5], "of the same noise"
-    assert splice_routes(first, new, new.tokens) == new.routes
-    with pytest.raises(RoutingError, match="tokens"):
-        splice_routes(first, new, (new.tokens[0] + 1, *new.tokens[1:]))
-
-
-def test_combine_weights_stay_with_the_ids_they_were_reported_with(model, tokenizer) -> None:  # noqa: F811
-    whole = HFEngine(model, tokenizer).generate(prompts(), 1, key=(1,), sampling=Sampling(max_new_tokens=9))[1]
-    long, short = whole.routes, whole.routes.rows(slice(None), 5)
-    before, after = (
-        replace(whole, routes=replace(r, gates=torch.full(r.shape, gate))) for r, gate in ((short, 0.25), (long, 0.75))
-    )
-    found = splice_routes(before, after, whole.tokens).gates[0, :, 0, 0].tolist()
-    assert found == [0.25] * 5 + [0.75] * (long.shape[1] - 5)
-    for pair in ((replace(before, routes=short), after), (before, whole)):
-        with pytest.raises(RoutingError, match="different keep or gates"):
-            splice_routes(*pair, whole.tokens)
 
 
 def test_a_server_goes_on_from_ids_and_keeps_what_it_answered(server, loaded, tmp_path) -> None:  # noqa: F811
