@@ -20,15 +20,11 @@ def arm(**parts) -> dict:
 
 REFUSED = [
     (arm(loss="gpro"), "gpro"),
-    (arm(loss=Component("grpo", clip_low=-1.0)), "clip_low=-1.0"),
-    (arm(corrections=("truncated",), anchor="engine"), "every weight of truncated is 1"),
-    (arm(terms=("kl",)), "needs coef"),
     (arm(ratio_routes="old_polcy"), "did you mean old_policy"),
     (arm(ratio_routes="random_share"), "needs share"),
     ({"engine": "vllm(int8=true)"}, "int8"),
     ({"engine": "perturbed(dtype=bf16)"}, "dtype='bf16'"),
     ({"engine": "perturbed(router_noise=nan)"}, "router_noise=nan"),
-    ({"batches": "lagged(lag=-1)"}, "lag=-1"),
     ({"batches": "lagged(lag=0, partial_tokens=2)"}, "partial_tokens=2"),
     ({"batches": "lagged(lag=1, partial_tokens=6)"}, "partial_tokens=6 .*max_new_tokens=6"),
     ({"batches": "dynamic(refills=-1)"}, "refills=-1"),
@@ -36,8 +32,8 @@ REFUSED = [
     ({"policy": "megatorn"}, "megatorn"),
     ({"engine": Component("hf", routes="off"), **arm(ratio_routes="rollout")}, "engine.routes='off'"),
     ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
-    (arm(loss=Component("rspo", base="grpo", floor=2.0)), "floor=2.0"),
     ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "Qwen3MoeTopKRouter.*e_score_correction_bias"),
+    ({"model": ModelConfig(overrides={"num_experts_per_tok": 99})}, "no router can be .*num_experts=16, top_k=99"),
 ]
 
 
@@ -46,7 +42,7 @@ def test_what_cannot_be_carried_out_is_refused_before_anything_is_loaded(changes
     monkeypatch.setattr(execute, "load", lambda *_: pytest.fail("weights were made before the run was checked"))
     run = TINY.replace(**changes)
     for refuse in (lambda: execute.check(run), lambda: execute.build(run, tmp_path, tmp_path)):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises((ConfigError, RoutingError), match=message):
             refuse()
 
 
@@ -67,18 +63,6 @@ def test_megatron_refuses_settings_that_it_would_ignore(changes, message, monkey
     pretend_installed(monkeypatch, "megatron.core")
     with pytest.raises(ConfigError, match=message):
         execute.check(TINY.replace(policy="megatron", **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (arm(routes=Component("random_share", share=2.0)), "share=2.0"),
-        ({"model": ModelConfig(overrides={"num_experts_per_tok": 99})}, "no router can be .*num_experts=16, top_k=99"),
-    ],
-)
-def test_what_fails_in_the_first_step_is_refused_before(changes, message):
-    with pytest.raises((ConfigError, RoutingError), match=message):
-        execute.check(TINY.replace(**changes))
 
 
 @pytest.mark.parametrize(

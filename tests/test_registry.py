@@ -47,16 +47,6 @@ def test_uses_are_equal_and_hash_alike_whatever_the_order_of_their_options():
     )
 
 
-def test_a_use_has_one_form_and_may_be_written_in_three():
-    assert Component.of("grpo") == Component("grpo") == Component.of({"name": "grpo", "options": {}})
-    assert (
-        Component.of(GSPO) is GSPO
-        and str(GSPO) == "gspo(clip_low=0.01, clip_high=0.013)"
-        and str(Component("grpo")) == "grpo"
-    )
-    assert Component("anything", name=3).options == {"name": 3}, "an option may be called name"
-
-
 def test_code_that_a_mixture_names_is_named_by_its_run():
     """Else a table of somebody else's would have it run without being trusted."""
     tasks = (

@@ -53,18 +53,13 @@ AIME = {
         {"id": n, "problem": f"a{n}", "reference_solution": "…", "expected_answer": str(a % 1000)}
         for n, a in enumerate(GOLD)
     ],
-    "math-ai": [{"problem": f"a{n}", "answer": str(a % 1000), "id": str(n)} for n, a in enumerate(GOLD)],
     "opencompass": [{"question": f"a{n}", "answer": str(a % 1000)} for n, a in enumerate(GOLD)],
-    "matharena": [
-        {"problem_idx": n, "problem": f"a{n}", "answer": a % 1000, "problem_type": ["Algebra"]}
-        for n, a in enumerate(GOLD)
-    ],
 }
 COPIES = [
     ("gsm8k", GSM8K),
     ("math500", MATH500),
     *(("aime2024", rows) for rows in AIME.values()),
-    ("aime2025", AIME["matharena"]),
+    ("aime2025", AIME["opencompass"]),
 ]
 
 
@@ -88,7 +83,7 @@ def test_a_file_in_its_own_schema_is_a_benchmark(tmp_path, name, rows, form):
 
 
 def test_another_number_of_problems_is_said(tmp_path):
-    (tmp_path / "short.jsonl").write_text("\n".join(map(json.dumps, AIME["math-ai"])))
+    (tmp_path / "short.jsonl").write_text("\n".join(map(json.dumps, AIME["opencompass"])))
     with pytest.warns(UserWarning, match="30 .*short.jsonl has 10"):
         load_task(Component(f"jsonl:{tmp_path}/short.jsonl", benchmark="aime2024"))
     thirty = [{"problem": f"a{n}", "answer": n} for n in range(30)] * 2
