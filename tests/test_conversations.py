@@ -1,10 +1,6 @@
-"""Runs of several turns: one turn is the task it is, what an environment says trains nothing, kills and errors."""
+"""Runs of several turns: one turn is the task it is, what an environment says trains nothing, interrupts and errors."""
 
 from __future__ import annotations
-
-import itertools
-import os
-import signal
 
 import pytest
 import torch
@@ -14,15 +10,13 @@ from moe_rl.config import Arm, Measure
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.recorder import evaluate
 from moe_rl.registry import Component
-from moe_rl.rollouts import hf
 from moe_rl.rollouts.batches import Queue
 from moe_rl.rollouts.engine import sampling_of
 from moe_rl.storage import frames
 from moe_rl.trainer import attach_advantages, attach_old_policy, sample
 from moe_rl.types import prompt_rows, response_rows
-from tests.storage.test_kill import forked
 from tests.talking_task import Talking
-from tests.test_trainer import TINY, carry_out, weights
+from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
 
 SHORT = {"stop": ("A", "B", "C", "D", "E", "0", "1", "2", "3", "4", " ", "\n"), "max_new_tokens": 24}
 """An untrained model says one of these soon, so that a turn is short."""
@@ -133,53 +127,20 @@ def test_a_run_whose_environment_raises_names_the_prompt_and_goes_on_when_it_is_
     assert weights(tmp_path / "cut")[1] == weights(whole[0])[1]
 
 
-WAITS = TALK.replace(
-    batches="lagged(lag=2)",
-    steps=3,
-    prompts_per_step=2,
-    mini_batches=2,
-    eval_every=4,
-    eval_prompts=2,
-    measure=Measure(responses=2, detail_every=100),
-)
-KILLED = {
-    "conversations that wait at random": WAITS.replace(
-        batches="lagged(lag=2, mode=random)", seed=8, arm=TOKEN.replace(routes="rollout")
-    ),
-    "parts of responses": WAITS.replace(
-        batches="lagged(lag=2, partial_tokens=2)", task=TINY.task, stop=(), max_new_tokens=6
-    ),
-}
-"""Seed 8 draws, at random, batch 5 in step 3, and batches 3 and 4 before."""
-
-
-@pytest.mark.parametrize("name", KILLED)
-def test_a_run_that_is_killed_while_it_samples_ends_identical(name, tmp_path):
-    """SIGKILL in step 3, after the commit of step 2: in front of a reply, so between the turns of a conversation; or at
-    a token of a response that was begun in step 2."""
-    run = KILLED[name]
-
-    def kill_at(count):
-        if count == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def child():
-        def begin(rows):
-            if rows["steps"][0]["step"] == 2:
-                drawn, whole = itertools.count(1), hf.draw_tokens
-                Talking.calls, Talking.broken = 0, staticmethod(kill_at)
-                if "partial_tokens" in run.batches.options:
-                    hf.draw_tokens = lambda *given: (kill_at(next(drawn)), whole(*given))[1]
-
-        carry_out(run, tmp_path / "cut", begin)
-
-    assert forked(child, None), "killed"
-    assert frames.read_table(tmp_path / "cut", "steps")["step"].tolist() == [0, 1, 2]
-    assert bool(list((tmp_path / "cut").glob("commit/step=*/checkpoint/batches.pt"))) == ("lag" in run.batches.options)
-    carry_out(run, tmp_path / "whole")
-    carry_out(run, tmp_path / "cut")
-    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
-    assert weights(tmp_path / "cut")[1] == weights(tmp_path / "whole")[1]
+def test_an_interrupted_run_whose_conversations_wait_ends_identical(tmp_path):
+    """Seed 8 draws, at random, batch 5 in step 3, and batches 3 and 4 before."""
+    run = TALK.replace(
+        arm=TOKEN.replace(routes="rollout"),
+        batches="lagged(lag=2, mode=random)",
+        seed=8,
+        prompts_per_step=2,
+        mini_batches=2,
+        eval_every=4,
+        eval_prompts=2,
+        measure=Measure(responses=2, detail_every=100),
+    )
+    whole_and_cut(run, tmp_path)
+    assert list((tmp_path / "cut").glob("commit/step=*/checkpoint/batches.pt"))
 
 
 def test_conversations_that_wait_are_not_drawn_on(tmp_path):
@@ -204,10 +165,7 @@ def test_an_evaluation_counts_the_tokens_of_the_policy_alone(tmp_path):
     assert all(counted == own for counted, own, _ in said) and any(own < whole for _, own, whole in said)
 
 
-def test_gspo_with_advantages_per_turn_and_parts_of_conversations_are_refused_before_anything_is_drawn():
-    run = TALK.replace(arm=TOKEN.replace(loss=Component("gspo", clip_low=0.01, clip_high=0.013)))
-    with pytest.raises(ConfigError, match=r"by_turn.*gspo_token"):
-        check(run)
+def test_parts_of_conversations_are_refused_before_anything_is_drawn():
     with pytest.raises(ConfigError, match="partial_tokens=4"):
         check(TALK.replace(batches="lagged(lag=1, partial_tokens=4)"))
     assert check(TALK) == check(TALK.replace(batches="lagged(lag=1)")) == []

@@ -10,7 +10,7 @@ from moe_rl.config import Arm, Measure, Optimizer, RouterNoise
 from moe_rl.registry import Component
 from moe_rl.seeds import SPLIT, derive
 from moe_rl.trainer import split_into_mini_batches, split_rows, warn_void
-from tests.test_trainer import TINY, carry_out, whole_and_cut
+from tests.test_trainer import TINY, carry_out
 
 TWICE = TINY.replace(epochs=2, mini_batches=2, steps=2, measure=Measure(responses=4, detail_every=1))
 
@@ -85,10 +85,6 @@ def test_warm_up_counts_the_updates_of_all_epochs(tmp_path):
 def test_the_dose_of_noise_grows_over_all_updates_of_a_step(tmp_path):
     updates = carry_out(TWICE.replace(router_noise=RouterNoise(scale=0.3), steps=1), tmp_path / "run")["updates"]
     assert updates["noise_scale"].tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
-
-
-def test_an_interrupted_run_of_two_epochs_ends_identical(tmp_path):
-    whole_and_cut(TWICE.replace(steps=4, arm=Arm(name="replay", routes="old_policy")), tmp_path)
 
 
 def test_a_runs_clip_fractions_are_of_tokens_that_no_filter_took_out(tmp_path):
