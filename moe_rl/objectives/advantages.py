@@ -70,11 +70,6 @@ class Advantage:
         """`reference` and `values` (of a critic), where a step reads them."""
         return frozenset().union(*(needs_of(step) for _, step in self.steps))
 
-    def __call__(self, scored: ScoredRollouts) -> PerToken:
-        """Per token, 0 outside the response. Raises RunError for a reward that is not finite, and ConfigError for a
-        step that gives another shape."""
-        return self.attach_advantages(scored).advantages
-
     def attach_advantages(self, scored: ScoredRollouts) -> Batch:
         """The batch with its advantages and, where a step asks for the critic's values, returns: what that step gave +
         V_old, before it is whitened or clipped."""
@@ -102,7 +97,8 @@ class Advantage:
         **inputs: Any,
     ) -> tuple[PerToken, PerToken | None]:
         """Advantages per token, 0 outside the response, and returns where a step asks for values. `inputs` are the
-        other fields of `AdvantageInputs`; without turns a row is one."""
+        other fields of `AdvantageInputs`; without turns a row is one. Raises RunError for a reward that is not finite,
+        and ConfigError for a step that gives another shape."""
         if not bool(torch.isfinite(rewards).all()):
             row = int((~torch.isfinite(rewards)).nonzero()[0])
             raise RunError(f"the reward of row {row} is {rewards[row].item()}. Use numbers in [0, 1].")

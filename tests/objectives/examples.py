@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from moe_rl.objectives import LossInputs
+from moe_rl.config import Arm
+from moe_rl.objectives import LossInputs, advantage_of
 from moe_rl.objectives.weights import seq_mean_token_mean
+from moe_rl.routing.trace import RoutingTrace
 from moe_rl.types import Batch
 
 TIGHT = dict(rtol=0, atol=1e-12)
@@ -46,6 +48,12 @@ def ranged(loss, low=0.1, high=0.15) -> dict[str, float]:
     return {k: v for k, v in {"clip_low": low, "clip_high": high}.items() if k in inspect.signature(loss).parameters}
 
 
+def advantages_of(batch, *steps):
+    """Of an arm with these steps, or with those of GRPO."""
+    made = advantage_of(Arm(name="a", advantage=steps) if steps else Arm(name="a"))
+    return made.attach_advantages(batch).advantages
+
+
 def rewarded(rewards, prompt, mask=None, dtype=torch.float32, **further) -> Batch:
     """A batch of which only rewards, groups and the response matter: one token each, unless there is a mask."""
     mask = torch.ones(len(rewards), 1, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
@@ -61,4 +69,5 @@ def rewarded(rewards, prompt, mask=None, dtype=torch.float32, **further) -> Batc
         old_logprobs=zeros,
         finished=torch.ones(len(mask), dtype=torch.bool),
     )
-    return replace(batch, **{name: torch.as_tensor(x) for name, x in further.items()})
+    tensors = {name: torch.as_tensor(x) for name, x in further.items() if not isinstance(x, RoutingTrace)}
+    return replace(batch, **further | tensors)

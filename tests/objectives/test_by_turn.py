@@ -11,7 +11,7 @@ from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.registry import Component
-from tests.objectives.examples import rewarded
+from tests.objectives.examples import advantages_of, rewarded
 
 TURN = torch.tensor([[0, 1, 1, 0, 0, 2], [0, 1, 1, 1, 0, 0], [0, 1, 0, 2, 2, 0], [0, 1, 1, 0, 2, 0]])
 """0: prompt, environment, padding."""
@@ -24,7 +24,7 @@ def batch(turn=TURN, rewards=REWARDS, prompt=(0, 0, 0, 1), turns=True):
 
 
 def of(*steps, b=None):
-    return advantage_of(Arm(name="a", advantage=steps))(b or batch())
+    return advantages_of(b or batch(), *steps)
 
 
 def rows(*values):

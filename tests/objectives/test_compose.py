@@ -19,7 +19,7 @@ from moe_rl.objectives.losses import LOSSES, grpo
 from moe_rl.objectives.methods import arm
 from moe_rl.objectives.weights import seq_mean_token_mean
 from moe_rl.registry import Component, needs
-from tests.objectives.examples import TIGHT, case, inputs, ranged, rewarded
+from tests.objectives.examples import TIGHT, advantages_of, case, inputs, ranged, rewarded
 
 MINE = f"{__name__}:my_loss"
 
@@ -57,7 +57,7 @@ def test_every_part_may_be_a_users_own():
     )
     assert output.loss.item() == pytest.approx(-(3 * 1 + 3) / 4 + 0.5) and output.metrics == {"term_my_term": 0.5}
     assert objective_of(arm).needs == {"reference"}
-    assert advantage_of(arm)(rewarded([1.0], [0]))[:, 0].tolist() == [0.75]
+    assert advantages_of(rewarded([1.0], [0]), *arm.advantage)[:, 0].tolist() == [0.75]
 
 
 # ---------------------------------------------------------------------- the ratio under routes of its own
