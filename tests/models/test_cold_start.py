@@ -30,6 +30,7 @@ from moe_rl.study.workers import carry_out
 from moe_rl.tasks.base import held_out, load_task
 from moe_rl.tasks.running_sums import RunningSums
 from moe_rl.types import Prompt, Rollout
+from tests.models.test_load import same_weights
 
 cold_start = partial(supervised.cold_start, alone=execute.alone)
 
@@ -71,11 +72,6 @@ def greedy(model, tokenizer, prompts, group_size, *, key, sampling):
 def start(folder: Path, run: RunConfig = RUN, sample=greedy, said=None):
     loaded = load(run.model, run.cold_start.seed)
     return loaded, cold_start(loaded, task(), run, folder, sample, (said if said is not None else []).append)
-
-
-def same_weights(a, b) -> bool:
-    a, b = a.state_dict(), b.state_dict()
-    return all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_it_stops_at_its_target_and_the_cache_returns_the_same_bits(tmp_path):

@@ -3,10 +3,11 @@
 torchrun --nproc-per-node 2 -m moe_rl run tests/objectives/megatron_study.py --policy 'megatron(ep=2)'
 """
 
-from moe_rl.config import ColdStart, Measure, ModelConfig, Optimizer, RunConfig
+from moe_rl.config import ModelConfig, Optimizer
 from moe_rl.objectives.methods import arm, methods
 from moe_rl.registry import Component
 from moe_rl.study import Study
+from tests.objectives.test_methods_training import TINY
 
 NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits", "recall", "soft", "gae"}
 """Parts that the policy of Megatron-core refuses."""
@@ -36,21 +37,9 @@ study = Study(
     arms=covering(),
     seeds=(0,),
     figures=(),
-    base=RunConfig(
-        arm=arm("grpo"),
-        task="tests.even_task:EvenCharacters",
+    base=TINY.replace(
         model=ModelConfig(overrides={"num_hidden_layers": 2, "num_local_experts": 8, "pad_token_id": None}),
-        cold_start=ColdStart(target=0.0),
         optimizer=Optimizer(lr=1e-3),
-        measure=Measure(responses=2, detail_every=100),
-        steps=2,
-        prompts_per_step=3,
-        group_size=4,
-        mini_batches=2,
         micro_batch=3,
-        max_new_tokens=6,
-        stop=tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
-        eval_every=100,
-        eval_prompts=2,
     ),
 )
