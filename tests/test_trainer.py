@@ -18,7 +18,7 @@ from moe_rl.registry import Component
 from moe_rl.rollouts.batches import Queue
 from moe_rl.storage import frames
 from moe_rl.storage.folder import RunFolder
-from moe_rl.trainer import sample, split_rows, train
+from moe_rl.trainer import sample, train
 
 TINY = RunConfig(
     arm=Arm(name="grpo"),
@@ -345,13 +345,6 @@ def test_a_step_whose_groups_are_all_equal_warns(tmp_path):
     run = TINY.replace(task=Component("running_sums", digits=3), steps=1)
     with pytest.warns(UserWarning, match="step 1: all rewards"):
         carry_out(run, tmp_path / "run")
-
-
-def test_mini_batches_partition_the_rows():
-    split = split_rows(10, 4, seed=3)
-    assert sorted(torch.cat(split).tolist()) == list(range(10))
-    assert {len(part) for part in split} == {2, 3}
-    assert all(torch.equal(a, b) for a, b in zip(split, split_rows(10, 4, seed=3), strict=True))
 
 
 def test_a_step_never_trains_on_held_out_prompts(tmp_path):

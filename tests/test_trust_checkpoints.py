@@ -13,16 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from jinja2 import TemplateError
 
 import moe_rl
 from moe_rl import cli
 from moe_rl.config import ModelConfig
 from moe_rl.models.load import load, save_checkpoint
-from moe_rl.models.tokens import encode_prompts
-from moe_rl.routing.hooks import record_routing
-from moe_rl.storage.provenance import digest
-from moe_rl.types import Prompt
 
 PAYLOAD = """from pathlib import Path
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -41,7 +36,6 @@ class Model(Qwen3MoeForCausalLM):
 def generate(*arguments, **options):
     Path("ran").touch()
 """
-ESCAPES = "{{ cycler.__init__.__globals__.os.system('touch ran') }}{{ messages[0].content }}"
 
 
 class Boom:
@@ -143,50 +137,6 @@ def test_trusted_it_runs(sent, capsys):
     assert Path("ran").exists()
 
 
-def test_a_chat_template_is_sandboxed(sent):
-    change(sent / "tokenizer_config.json", chat_template=ESCAPES)
-    Path("questions.jsonl").write_text('{"question": "1", "answer": "2"}\n')
-    with pytest.raises(TemplateError):
-        cli.main(["checkpoint", "evaluate", str(sent), "--data", "questions.jsonl", "--match", "exact"])
-    assert not Path("ran").exists()
-
-
-def trace(loaded, file: Path) -> None:
-    (prompt,) = encode_prompts([Prompt(text="1+1=2", answer="")], loaded.tokenizer)
-    tokens = torch.tensor([prompt.tokens])
-    with record_routing(loaded.model) as recording, torch.no_grad():
-        loaded.model(tokens)
-    recording.trace(tokens, torch.ones_like(tokens, dtype=torch.bool)).save(file)
-
-
-def test_no_trace_runs_code(sent, capsys):
-    """Nor the tokenizer that lies beside traces, or one that is named."""
-    shutil.copytree(sent, "tokenizer")
-    loaded = load(ModelConfig(name=str(sent)), 0)
-    for name in ("a", "b"):
-        trace(loaded, Path(f"{name}.safetensors"))
-    for more in ([], ["--tokenizer", str(sent)]):
-        assert cli.main(["checkpoint", "view", "a.safetensors", "b.safetensors", *more]) == 0
-    for damaged in (pickle.dumps(Boom()), b"PK\3\4" + pickle.dumps(Boom())):
-        Path("b.safetensors").write_bytes(damaged)
-        assert cli.main(["checkpoint", "view", "a.safetensors", "b.safetensors"]) == 2
-        assert "not a readable routing trace" in capsys.readouterr().err
-    assert not Path("ran").exists()
-
-
-def test_no_log_runs_code(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    call = "__import__('pathlib').Path('ran').touch()"
-    Path("log.txt").write_text(
-        json.dumps({"step": 1, "data": {"critic/score/mean": 0.5, "actor/grad_norm": 1.0}})
-        + "\n"
-        + json.dumps({"step": 2, "data": {"critic/score/mean": call, "payload:boom": 1}})
-        + "\n"
-    )
-    assert cli.main(["runs", "import", "log.txt", "--to", "runs/mine/gspo/base/seed=0"]) == 0
-    assert "2 steps" in capsys.readouterr().out and not Path("ran").exists()
-
-
 @pytest.mark.parametrize("routes", ["O", "(2,)O"])
 def test_no_dtype_of_routes_runs_code(whole, tmp_path, monkeypatch, routes, capsys):
     monkeypatch.chdir(tmp_path)
@@ -224,28 +174,3 @@ def test_nothing_in_the_package_unpickles_or_evaluates():
             ):
                 found.append(f"{file}:{node.lineno}")
     assert not found
-
-
-STUDY = """from moe_rl.config import Arm, ColdStart, ModelConfig, RunConfig
-from moe_rl.study import Study
-
-study = Study(name="sent", question="", hypothesis="", arms=(Arm(name="grpo"),), base=RunConfig(
-    arm=Arm(name="grpo"), model=ModelConfig(name="qwen3_moe-tiny", overrides={"num_hidden_layers": 1}), steps=1,
-    cold_start=ColdStart(target=0.0), group_size=2, prompts_per_step=2, mini_batches=1, max_new_tokens=2,
-    eval_prompts=2))
-"""
-
-
-def test_a_run_that_goes_on_unpickles_nothing_of_its_folder(tmp_path, monkeypatch, capsys, forked_workers):
-    """Nor of the cache of its warm-up: whoever sent the folder can make its digests fit."""
-    monkeypatch.chdir(tmp_path)
-    Path("sent.py").write_text(STUDY)
-    command = ["run", "sent.py", "--seeds", "1", "--mix-code"]
-    assert cli.main(command) == 0
-    run = next(Path("runs/sent").glob("*/*/seed=0"))
-    checkpoint = next(run.glob("commit/*/checkpoint"))
-    (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(Boom()))
-    change(run / "manifest.json", checkpoint=digest(checkpoint))
-    (checkpoint.parent / "checkpoint.sha256").write_text(digest(checkpoint))
-    assert cli.main([*command, "--steps", "2"]) in (1, 2)
-    assert "weights_only" in capsys.readouterr().err and not Path("ran").exists()
