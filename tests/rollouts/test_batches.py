@@ -62,6 +62,7 @@ def trained(run, tmp_path):
         train_step(run, parts, step, recorder)
         batches.append(recorder.batch)
         asked.append(list(parts.collector.engine.keys))
+    assert all(number > run.steps for number in (*parts.batches.begun, *parts.batches.ready)), "the others wait no more"
     return batches, asked, before
 
 
