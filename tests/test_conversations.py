@@ -86,23 +86,6 @@ def test_what_an_environment_says_is_neither_prompt_nor_response(tmp_path):
     assert not unconstrained.logprobs[said].any() and not unconstrained.entropy[said].any()
 
 
-def test_other_words_of_the_environment_with_the_same_log_probs_train_the_same(tmp_path):
-    """Loss, ratio and gradient with respect to log-probs see own tokens alone."""
-    parts, batch = sampled(tmp_path)
-    part, own = parts.objective.attach_weights(batch), batch.response_mask
-    moved = torch.linspace(-0.01, 0.01, own.numel()).view(own.shape)
-
-    def gradient(noise):
-        logprobs = (batch.old_logprobs + moved + torch.where(own, 0.0, noise)).requires_grad_()
-        out = parts.objective(part, logprobs, logprobs.detach())
-        out.loss.backward()
-        return out, logprobs.grad
-
-    (a, by_a), (b, by_b) = gradient(0.0), gradient(3.0)
-    assert torch.equal(a.loss, b.loss) and torch.equal(by_a, by_b) and torch.equal(a.log_ratio, b.log_ratio)
-    assert not by_a[~own].any() and by_a[own].any() and not a.clipped_by[~own].any()
-
-
 def test_the_tables_count_turns_and_what_is_not_the_policys(whole):
     steps = whole[1]["steps"].query("step > 0")
     assert steps["turns"].between(1, 3).all() and (steps["environment_tokens"] > 0).all()

@@ -12,7 +12,6 @@ import torch
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError
 from moe_rl.objectives import objective_of
-from moe_rl.objectives.losses import gspo
 from moe_rl.objectives.terms import TERMS, entropy, kl
 from moe_rl.registry import Component, lookup, needs_of
 from tests.conftest import build, perturb
@@ -171,18 +170,6 @@ def test_an_entropy_bonus_lowers_the_loss_by_the_mean_over_sequences_of_the_mean
     term.backward()
     assert term.item() == pytest.approx(-0.3, abs=1e-12)
     np.testing.assert_allclose(found.grad, [[0, -0.025, -0.025], [0, -0.05, 0]], **TIGHT)
-
-
-def test_an_objective_is_policy_loss_plus_kl_minus_entropy():
-    new, old, advantages, mask = (torch.tensor(x) for x in case())
-    x = inputs(new, old, advantages, mask, ref_logprobs=old, entropy=new.abs())
-    objective = objective_of(Arm(name="a", loss=Component("gspo", clip_low=0.01, clip_high=0.015), terms=BOTH))
-    output, bare = objective.of(x), gspo(x, clip_low=0.01, clip_high=0.015)
-    d = (old - new)[mask]
-    k3, mean_entropy = ((w * v).sum() for w, v in ((x.weights[mask], d.exp() - 1 - d), (x.weights, new.abs())))
-    torch.testing.assert_close(output.loss, bare.loss + 0.3 * k3 - 0.02 * mean_entropy, **TIGHT)
-    assert torch.equal(output.clipped_by, bare.clipped_by) and torch.equal(output.log_ratio, bare.log_ratio)
-    assert output.metrics == pytest.approx({"term_kl": 0.3 * k3.item(), "term_entropy": -0.02 * mean_entropy.item()})
 
 
 @pytest.mark.parametrize("term, lacking", [("kl", "ref_logprobs"), ("entropy", "entropy of every token")])

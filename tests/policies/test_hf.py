@@ -233,7 +233,7 @@ def test_a_bias_that_is_not_there_or_rounds_its_steps_away_is_refused():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_routers_in_float32_compute_and_learn_in_it(family, batch, tmp_path):
+def test_routers_in_float32_compute_and_learn_in_it(family, batch):
     """The rest stays in bfloat16. Logits are those of float32 weights on the hidden states that the router read."""
     model, read, made = build(family).to(torch.bfloat16), [], []
     exact = {s.moe_layer.name: s.module.weight.detach().float() for s in find_moe_layers(model)}
@@ -254,12 +254,6 @@ def test_routers_in_float32_compute_and_learn_in_it(family, batch, tmp_path):
     policy.update(part_of(batch, old), GRPO)
     step = dict(policy.weights())[f"{moe_layer.moe_layer.name}.weight"] - before
     assert 0 < step.abs().max() < 2e-5, "in bfloat16 such a step would be rounded away"
-    policy.save(tmp_path)
-    other = build(family, seed=3).to(torch.bfloat16)
-    keep_routers_in(other, torch.float32)
-    again = policy_of(other, optimizer={"lr": 1e-5})
-    again.load(tmp_path)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), again.weights(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

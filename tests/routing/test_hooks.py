@@ -42,15 +42,6 @@ def expert_calls(model):
     return calls, [m.register_forward_pre_hook(note, with_kwargs=True) for m in experts]
 
 
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
-def test_backward_outside_the_scope_raises_under_checkpointing(qwen, tokens, mode):
-    trace, _ = record(qwen, tokens)
-    qwen.gradient_checkpointing_enable({"use_reentrant": mode == "reentrant"})
-    qwen.train()
-    with pytest.raises(RoutingError, match="not backpropagated inside"), replay_routing(qwen, trace):
-        qwen(tokens, use_cache=False).logits.sum()
-
-
 def test_hooks_are_gone_after_the_block_and_after_an_exception(model, tokens):
     trace, logits = record(model, tokens)
     perturb(model)

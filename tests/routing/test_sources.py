@@ -119,13 +119,9 @@ def test_false_flips_exchange_one_expert_where_margins_are_smallest(step):
     assert needs_of(partial(false_flips, share=0.1)) == {"scores"} and not needs_of(old_policy)
 
 
-ARMS = {
-    "flipped-ratio": Arm(name="flipped-ratio", ratio_routes=Component("false_flips", share=0.1)),
-}
-
-
 def test_the_ratios_source_gets_the_router_scores_it_needs(tmp_path):
-    tables = carry_out(TINY.replace(arm=ARMS["flipped-ratio"], steps=2), tmp_path / "run")
+    arm = Arm(name="flipped-ratio", ratio_routes=Component("false_flips", share=0.1))
+    tables = carry_out(TINY.replace(arm=arm, steps=2), tmp_path / "run")
     assert (tables["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
 
 
