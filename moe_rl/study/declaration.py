@@ -296,25 +296,8 @@ def path_of(out: Path, study: Any, arm: Any, condition: Any, seed: Any) -> Path:
     return out.joinpath(*(runs.folder_name(kind, label) for kind, label in labels.items()))
 
 
-DECLARED = (
-    "name",
-    "question",
-    "hypothesis",
-    "figures",
-    "endpoint",
-    "further_endpoints",
-    "comparisons",
-    "decision_rule",
-    "metrics",
-    "verdict",
-    "differs_from_paper",
-    "caution",
-    "cost",
-    "seeds",
-    "factors",
-    "conditions",
-    "trainer",
-)
+OF_RUNS = {"arms", "base", "own_cold_starts", "seconds_per_step", "seconds_of_warm_up", "file"}
+DECLARED = tuple(field.name for field in dataclasses.fields(Study) if field.name not in OF_RUNS)
 """What a `study.json` has of a study, beside the names of its arms and the path of its file in the checkout."""
 
 
