@@ -120,8 +120,6 @@ def train(config: RunConfig, folder: RunFolder, *, cache: Path, listen=lambda ro
         raise ZeroDivisionError("a bug in the trainer")
     if config.task.name == "unknown":
         raise ConfigError("there is no task 'unknown'; choose running_sums")
-    if config.task.name == "brackets" and config.arm.name == "grpo":
-        raise RuntimeError("the prompt [/INST] [bold]has no answer")
     nap = float(os.environ.get("FAKE_NAP", "0"))
     done, checkpoint = folder.latest()
     weights = np.load(checkpoint / "weights.npy") if checkpoint else np.random.default_rng(config.seed).normal(size=100)

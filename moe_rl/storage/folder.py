@@ -280,14 +280,8 @@ def require_unlinked(path: Path) -> None:
 
 def run_folders(root: Path) -> Iterator[Path]:
     """Every run below a root, a study, an arm, or the run itself, in the order of their paths."""
-    depths = (
-        "manifest.json",
-        "seed=*/manifest.json",
-        "*/seed=*/manifest.json",
-        "*/*/seed=*/manifest.json",
-        "*/*/*/seed=*/manifest.json",
-    )
-    yield from sorted({m.parent for pattern in depths for m in Path(root).glob(pattern)})
+    patterns = ("manifest.json", *(f"{'*/' * depth}seed=*/manifest.json" for depth in range(4)))
+    yield from sorted({m.parent for pattern in patterns for m in Path(root).glob(pattern)})
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
