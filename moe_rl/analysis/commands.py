@@ -68,7 +68,6 @@ def compare(options: argparse.Namespace) -> int:
     argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)"),
     argument("--max-tokens", type=int, default=2048, metavar="N", help="longest completion (default: 2048)"),
     argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"),
-    argument("--at-once", type=int, default=0, metavar="N", help="problems at a time (default: 512 completions)"),
     DEVICE,
     DTYPE,
     SET,
@@ -118,7 +117,7 @@ def evaluate(options: argparse.Namespace) -> int:
     summary = measure_evaluations(
         names,
         [benchmark(task, options.problems) for task in tasks],
-        Plan(run, options.k, options.greedy, options.at_once),
+        Plan(run, options.k, options.greedy),
         options.out,
         trust_remote_code=options.trust_remote_code,
     )

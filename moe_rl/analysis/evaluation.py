@@ -99,13 +99,11 @@ class Plan:
     """Completions that are drawn of every problem: the k of avg@k."""
     greedy: bool = False
     """Whether the greedy completion is sampled, too."""
-    at_once: int = 0
-    """Problems of one call of the engine, which an interruption loses; 0: as many as make ROWS completions."""
 
     @property
     def block(self) -> int:
-        """Problems in one call."""
-        return self.at_once or max(1, ROWS // self.samples)
+        """Problems of one call of the engine, which an interruption loses."""
+        return max(1, ROWS // self.samples)
 
     def settings(self) -> dict[str, Any]:
         """All that decides the numbers, beside checkpoints and problems."""
@@ -286,8 +284,8 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
 def _check(names: Sequence[str], benchmarks: Sequence[str], plan: Plan) -> None:
     if twice := {name for name in (*names, *benchmarks) if (*names, *benchmarks).count(name) > 1}:
         raise ConfigError(f"{sorted(twice)[0]} was given twice. Give each checkpoint and each benchmark once.")
-    if plan.samples < 1 or plan.at_once < 0:
-        raise ConfigError(f"-k {plan.samples} must be at least one, and --at-once {plan.at_once} not negative")
+    if plan.samples < 1:
+        raise ConfigError(f"-k {plan.samples} must be at least one")
     for name in names:
         check_checkpoint(name)
     check_component(lookup("engine", plan.run.engine, ENGINES), plan.run)

@@ -29,7 +29,7 @@ from tests.conftest import build, perturb
 from tests.even_task import EvenCharacters
 
 SIZES = {"vocab_size": 258, "eos_token_id": 256, "pad_token_id": 257, "max_position_embeddings": 1024}
-SETTINGS = ["-k", "4", "--max-tokens", "3", "--match", "exact", "--at-once", "1"]
+SETTINGS = ["-k", "4", "--max-tokens", "3", "--match", "exact"]
 
 
 def checkpoint(folder: Path, scale: float) -> Path:
@@ -63,6 +63,13 @@ def load(path: Path):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_problem_at_a_time():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_rl.analysis.evaluation.ROWS", 4)
+        yield
 
 
 def command(there: Path, out: Path, *more: str) -> list[str]:
@@ -128,7 +135,7 @@ def test_a_kill_loses_at_most_the_problem_in_flight_and_the_rest_ends_identical(
         import torch; torch.set_num_threads(1)
         import moe_rl.analysis.evaluation as e
         from moe_rl import cli
-        whole, asked = e.evaluate, []
+        whole, asked, e.ROWS = e.evaluate, [], 4
         def evaluate(*a, **k):
             asked.append(k["first"])
             if len(asked) == 8 + 4:
@@ -173,7 +180,6 @@ def test_checkpoints_and_files_may_be_added_and_settings_may_not_change(there, t
         (["--temperature", "0.5"], "sampling.temperature: 1.0 there, 0.5 now"),
         (["-k", "2"], "samples"),
         (["--seed", "1"], "seed"),
-        (["--at-once", "4"], "at_once"),
         (["--match", "math"], "jsonl(match='math')"),
         (["--set", "model.router_dtype=float32"], "router_dtype: None there, 'float32' now"),
     ):
