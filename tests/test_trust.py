@@ -61,38 +61,22 @@ def name(folder, **what):
 
 
 COMMANDS = {
-    "plot": [],
-    "report": [],
-    "watch": ["--once"],
-    "runs list": [],
-    "runs show": ["{run}"],
-    "runs diff": ["{run}", "{other}"],
-    "runs read": ["{run}"],
-    "runs export": [],
-    "runs collect": ["--out", "collected"],
-    "runs repeat": ["--out", "again"],
-    "runs export --to tensorboard": [],
-    "runs cancel": [],
-    "run": [fake_study.__file__, "--arms", "gspo", "--mix-code", "--out", "."],
-    "work": ["{plan}", "0"],
+    "plot": ([], 0),
+    "report": ([], 0),
+    "watch": (["--once"], 0),
+    "runs list": ([], 0),
+    "runs show": (["{run}"], 0),
+    "runs diff": (["{run}", "{other}"], 1),
+    "runs read": (["{run}"], "stores no rollouts"),
+    "runs export": ([], 0),
+    "runs collect": (["--out", "collected"], 0),
+    "runs repeat": (["--out", "again"], "name code from outside"),
+    "runs export --to tensorboard": ([], "not installed"),
+    "runs cancel": ([], "no run below"),
+    "run": ([fake_study.__file__, "--arms", "gspo", "--mix-code", "--out", "."], 0),
+    "work": (["{plan}", "0"], 2),
 }
-ENDS = {
-    "plot": 0,
-    "report": 0,
-    "watch": 0,
-    "runs list": 0,
-    "runs show": 0,
-    "runs diff": 1,
-    "runs read": "stores no rollouts",
-    "runs export": 0,
-    "runs collect": 0,
-    "runs repeat": "name code from outside",
-    "runs cancel": "no run below",
-    "run": 0,
-    "runs export --to tensorboard": "not installed",
-    "work": 2,
-}
-"""Exit codes, or what an exit code of 2 says."""
+"""What follows the command, and its exit code, or what an exit code of 2 says."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,11 +84,12 @@ def test_no_command_that_reads_a_folder_runs_what_its_files_name(folder, command
     run, other = sorted(folder.glob("*/*/seed=0"))[:2]
     if command == "runs repeat":
         name(folder, trainer="payload:boom")
-    arguments = [word.format(run=run, other=other, plan=folder / "study.json") for word in COMMANDS[command]]
-    first = [str(folder)] if command not in ("run", "work") and "{run}" not in COMMANDS[command] else []
+    follows, wanted = COMMANDS[command]
+    arguments = [word.format(run=run, other=other, plan=folder / "study.json") for word in follows]
+    first = [str(folder)] if command not in ("run", "work") and "{run}" not in follows else []
     words = command.split()
     code = cli.main([*words[:2], *first, *arguments, *words[2:]])
-    said, wanted = capsys.readouterr(), ENDS[command]
+    said = capsys.readouterr()
     assert not (folder.parent / "ran").exists(), said
     assert code in (wanted, 2) and all(text == code or text in said.err for text in [wanted] if code == 2), (code, said)
 

@@ -84,6 +84,7 @@ ROWS = [[[0, 1]] * 4] * 3
         ({"routes": [[[0, 1]] * 6] * 3}, "6"),
         ({"routes": ROWS[:1]}, "3 rows"),
         ({"routes": ROWS, "gates": [[[0.5]]]}, "gates"),
+        ({"routes": "AAAAAAAAAAAAAAAAAAAAAA==", "routes_dtype": "(2,)O"}, "routing has the dtype"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_value(engine, line, value):

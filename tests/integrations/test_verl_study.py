@@ -12,6 +12,7 @@ from moe_rl.cli import main
 from moe_rl.config import ModelConfig, RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.integrations.verl.log import entries, read_log
+from moe_rl.integrations.verl.losses import loss_of
 from moe_rl.integrations.verl.reward import compute_score, row_of
 from moe_rl.integrations.verl.rollouts import read_rollouts
 from moe_rl.integrations.verl.settings import Data, check_settings, overrides_of
@@ -219,15 +220,30 @@ def test_what_verl_cannot_do_is_refused_by_its_name(run, key, value):
     "written, message",
     [
         ("grpo+recall", "recall"),
-        ("grpo+kl(coef=0.1)", "terms"),
+        ("grpo+kl(coef=0.1)", "terms.*use_kl_loss"),
         ("grpo+under_noise(sigma=0.1)", "under_noise"),
         ("grpo+old_policy+anchor=engine", "arm.anchor=engine"),
         ("grpo+advantage=normalized(scale=none)", "advantage"),
+        ("grpo+truncated(cap=2.0)", "rollout_correction"),
+        ("rloo", "algorithm.adv_estimator"),
+        ("dr_grpo", "algorithm.adv_est"),
+        ("grpo+finished", "rollout_correction"),
+        ("rspo", "router"),
+        ("clip_cov", "mini_batch"),
+        ("overlong_filter", "filters"),
     ],
 )
 def test_arms_that_verl_cannot_train_are_refused(run, written, message):
     with pytest.raises(ConfigError, match=message):
         check_settings(run.replace(arm=arm(written)))
+
+
+@pytest.mark.parametrize(
+    "written, message", [("grpo+old_policy", "replay.mode"), ("topr+anchor=engine", "bypass_mode")]
+)
+def test_routes_and_anchors_are_no_part_of_a_loss_of_verl(written, message):
+    with pytest.raises(ConfigError, match=message):
+        loss_of(arm(written))
 
 
 def test_prompts_are_those_of_our_trainer_step_by_step(run):

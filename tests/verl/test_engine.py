@@ -203,9 +203,7 @@ def test_sources_by_name(checkpoint, written, coverage, settings):
     [
         ({"mode": "R4"}, "R4"),
         ({"mode": "moe_rl:recal"}, "recal"),
-        ({"mode": "moe_rl:recall"}, "recall"),
         ({"mode": "R2", "file": "x"}, "file"),
-        ({"mode": "moe_rl:under_noise(sigma=0.1)"}, "under_noise"),
         ({"mode": "moe_rl:soft(ratio=0.5,base=rolout)"}, "rolout"),
         ({"mode": "moe_rl:soft(ratio=-1)"}, "-1"),
         ({"mode": "moe_rl:soft"}, "ratio"),

@@ -146,27 +146,6 @@ def test_clip_fractions_mean_what_verl_means_by_them(arm, theirs, settings, lowe
     assert round(mine["actor/pg_clipfrac_lower"] * int(mask.sum())) == lower and mine["actor/pg_clipfrac"] > 0
 
 
-@pytest.mark.parametrize(
-    "arm, value",
-    [
-        ("grpo+kl(coef=0.1)", "use_kl_loss"),
-        ("grpo+truncated(cap=2.0)", "rollout_correction"),
-        ("grpo+old_policy", "router_replay.mode"),
-        ("rloo", "algorithm.adv_estimator"),
-        ("dr_grpo", "algorithm.adv_est"),
-        ("grpo+finished", "rollout_correction"),
-        ("rspo", "router"),
-        ("clip_cov", "mini_batch"),
-        ("overlong_filter", "filters"),
-        ("topr+anchor=engine", "bypass_mode=True"),
-        ("grop", "grpo"),
-    ],
-)
-def test_components_that_verl_gives_nothing_for_are_refused(arm, value):
-    with pytest.raises(ConfigError, match=value):
-        register(f"moe_rl:{arm}")
-
-
 def test_another_aggregation_than_verl_s_is_refused():
     register("moe_rl:sapo")
     with pytest.raises(ConfigError, match="aggregate=token_mean"):
