@@ -119,11 +119,9 @@ def test_a_finished_run_without_its_checkpoint_does_not_begin_anew(out, monkeypa
     assert "its checkpoint is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("to, said", [("/", "hide the runs"), ("{out}/other", "readme.txt")])
-def test_tables_are_not_collected_into_a_folder_of_other_things(out, to, said, capsys):
+def test_tables_are_not_collected_into_a_folder_of_other_things(out, capsys):
     (out / "other").mkdir()
     (out / "other" / "readme.txt").touch()
-    before = sorted(out.rglob("*")), sorted(Path("/").iterdir())
-    assert cli.main(["runs", "collect", str(out / "fake"), "--out", to.format(out=out)]) == 2
-    assert said in capsys.readouterr().err
-    assert before == (sorted(out.rglob("*")), sorted(Path("/").iterdir()))
+    before = sorted(out.rglob("*"))
+    assert cli.main(["runs", "collect", str(out / "fake"), "--out", f"{out}/other"]) == 2
+    assert "readme.txt" in capsys.readouterr().err and before == sorted(out.rglob("*"))
