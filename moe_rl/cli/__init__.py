@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Any
 
-from moe_rl.cli.verbs import Verb
 from moe_rl.errors import MoeRlError
 from moe_rl.storage.terminal import harmless
 
@@ -108,13 +107,8 @@ def parser_of(words: Sequence[str]) -> argparse.ArgumentParser:
         shown: dict[str, Any] = {} if name in HIDDEN else {"help": summary}
         added = below[group].add_parser(word, description=summary, allow_abbrev=False, formatter_class=form, **shown)
         if [*words[: len(name.split())]] == name.split():
-            verb_of(name).fill(added)
+            from moe_rl.registry import import_component
+
+            command: Any = import_component("command", name, COMMANDS[name][0])
+            command.fill(added)
     return parser
-
-
-def verb_of(name: str) -> Verb:
-    """A command by name. Raises ConfigError where the part of the package that has it is not installed."""
-    from moe_rl.registry import import_component
-
-    verb: Any = import_component("command", name, COMMANDS[name][0])
-    return verb

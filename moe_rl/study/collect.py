@@ -65,7 +65,8 @@ def collect(folder: Path, out: Path, *, also: Sequence[str] = (), mix_code: bool
     drawn = (name.split(":")[2] for name in declared["figures"] if name.count(":") == 2)  # against:FACTOR:METRIC
     also = [*also, *(f"steps:{name.partition(',')[0]}" for name in (*endpoints, *drawn))]
     tables = {name: _select(name, frames[name], also) for name in pooled()}
-    empty = [name for name, table in tables.items() if name != "steps" and not _has_values(name, table)]
+    keys = {name: len(LABELS) + len(TABLES[name]) for name in tables}
+    empty = [n for n, table in tables.items() if n != "steps" and (table.empty or len(table.columns) == keys[n])]
     tables = {name: table for name, table in tables.items() if name not in empty}
     tables["runs"] = _runs(frames)
     content = {key: value for key, value in declared.items() if key not in ("folder", "untrusted")}
@@ -103,10 +104,6 @@ def _select(name: str, frame: pd.DataFrame, also: Sequence[str]) -> pd.DataFrame
     columns = [c for c in frame if c not in keys and _matches(name, c, patterns)]
     chosen = frame.reindex(columns=[*keys, *columns])
     return chosen.astype({c: "float32" for c in chosen.select_dtypes("float64")})
-
-
-def _has_values(name: str, table: pd.DataFrame) -> bool:
-    return not table.empty and len(table.columns) > len(LABELS) + len(TABLES[name])
 
 
 def _matches(table: str, column: str, patterns: Sequence[str]) -> bool:

@@ -97,8 +97,9 @@ def measure_volatility(
     with Lock(out / runs.LOCK):
         wanted = identity(comparison)
         finished = _claim(out, wanted)
-        folders = {pair: _folder(out, pair, len(names)) for pair in comparison.pairs}
-        sides = [out / "traces" / name for name in _side_names(len(names))]
+        two = len(names) == 2
+        folders = {(i, j): out if two else out / f"{i:02d}-{j:02d}" for i, j in comparison.pairs}
+        sides = [out / "traces" / (("before", "after")[j] if two else f"{j:02d}") for j in range(len(names))]
         frames = {pair: tables.read(folder) for pair, folder in folders.items()}
         traced = [all(file_of(side, i).exists() for i in range(len(texts.sizes))) for side in sides]
         if finished and all(frames.values()) and (all(traced) or not keep_traces):
@@ -175,14 +176,6 @@ def _compare(texts: Texts, layout: Layout, before: Path, after: Path) -> Frames:
         if i % NOISE_EVERY == 0:
             noise.add(batch, i, first, Traced.load(file_of(before, i), again=True), ITSELF)
     return tables.tables(change, noise)
-
-
-def _side_names(count: int) -> Sequence[str]:
-    return ("before", "after") if count == 2 else [f"{i:02d}" for i in range(count)]
-
-
-def _folder(out: Path, pair: tuple[int, int], count: int) -> Path:
-    return out if count == 2 else out / f"{pair[0]:02d}-{pair[1]:02d}"
 
 
 def _same_model(names: Sequence[str], trust: bool) -> tuple[PreTrainedTokenizerBase, Layout]:
