@@ -298,7 +298,8 @@ def test_a_series_is_its_comparisons_of_neighbours_and_with_the_first(there, tmp
             pd.testing.assert_series_equal(mine, alone["summary"].set_index("metric")[column], check_names=False)
     changed = at["response"].xs("expert_change_rate", level="metric")
     assert changed[2, "first"] > changed[1, "first"] > 0
-    assert not list((root / "out").rglob("traces"))
+    folders = {file.parent.name for file in (root / "out").rglob("summary.parquet")}
+    assert folders == {"00-01", "00-02", "01-02"} and not list((root / "out").rglob("traces"))
 
 
 def test_a_series_loads_each_checkpoint_once_and_goes_on(there, series, tmp_path, monkeypatch, capsys):
