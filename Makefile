@@ -73,7 +73,7 @@ test: $(STAMP) lint
 # The suite as the processor is, and with less of its instructions: make test-processors ISA=default runs one pass. The
 # emulated passes leave out the tests of what reads, plans and prints.
 ISA ?= native avx2 default
-READERS := config storage study tasks test_cli.py test_docs.py test_new.py test_notebooks.py test_structure.py
+READERS := config storage study tasks test_cli.py test_docs.py test_new.py test_notebooks.py test_prose.py test_structure.py
 
 test-processors: $(if $(filter native,$(ISA)),test,$(STAMP))
 	set -e; for isa in $(filter-out native,$(ISA)); do limits=$$($(BIN)/python tests/processors.py $$isa); \
