@@ -209,13 +209,13 @@ def attach_old_policy(
     """
     routes = parts.source(rollouts, unconstrained)
     ratio_routes = parts.ratio_source(rollouts, unconstrained) if parts.ratio_source else routes
-    for trace in (routes, ratio_routes):
+    for source, trace in ((run.arm.routes, routes), (run.arm.ratio_routes, ratio_routes)):
         if trace is None:
             continue
         if not isinstance(trace, RoutingTrace) or trace.shape[:2] != rollouts.tokens.shape:
             raise ConfigError(
-                f"the route source of arm {run.arm.name!r} returned a {type(trace).__name__} of shape "
-                f"{getattr(trace, 'shape', None)}. Return a RoutingTrace of the tokens, whose shape is "
+                f"the route source {source} of arm {run.arm.name!r} returned a {type(trace).__name__} of shape "
+                f"{tuple(getattr(trace, 'shape', ()))}. Return a RoutingTrace of the tokens, whose shape is "
                 f"{tuple(rollouts.tokens.shape)}, or None."
             )
         trace.require_known()

@@ -267,6 +267,8 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> li
     for p in different.values():
         lines, more = preview(p.config)
         cautions += more
+        if beside(study, "command"):  # of another trainer, whose memory is not ours
+            lines = [line for line in lines if line[0] not in ("memory", "step")]
         for name, text in lines:
             say(console, (f"{name:<8}", "bold"), f" {text}", wrap=True)
     paces = [pace for p in planned if (pace := runs.state(p.path).get("seconds_per_step"))]

@@ -136,6 +136,10 @@ def watch(options: argparse.Namespace) -> int:
     every = _between("--every", options.every, 1, 3600, "the seconds between two pages", "5")
     _make_importable(options)
     out = options.out or replaced(options.folder / "report.html")
+    if not options.once and not (options.folder / "study.json").exists():
+        print(f"waiting for {options.folder / 'study.json'}; Ctrl-C ends", flush=True)
+        while not (options.folder / "study.json").exists():
+            time.sleep(0.5)
     live = Live(options.folder, out, mix_code=options.mix_code, trust=options.trust)
     try:
         live.write(60 if options.once else every)

@@ -113,6 +113,7 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     states, gradients = _states(policy, run.model.dtype, run.optimizer.name)
     gathered = 2 * sizes.largest * width if policy.name == "fsdp" else 0
     held = states * sizes.parameters / ranks + gathered
+    holders = 1 if policy.options.get("reduce") == "update" else ranks  # of gradients
     of_a_token = sizes.layers * sizes.hidden * width + one_layer if run.activation_checkpointing else all_layers
     engine = Component.read(run.engine)
     drawn = min(int(engine.options.get("max_rows", MAX_ROWS)), rows)
@@ -122,7 +123,7 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
 
     phases = {
         "update": {
-            "weights, gradients, optimizer": held + gradients * sizes.parameters / ranks,
+            "weights, gradients, optimizer": held + gradients * sizes.parameters / holders,
             "activations": float(tokens * of_a_token),
             "head": head(tokens),
             "routing": float(tokens * sizes.routed * 10),
@@ -194,14 +195,19 @@ def count_operations(run: RunConfig, sizes: Sizes, time: int) -> dict[str, float
 
 
 def describe(run: RunConfig, time: int, ranks: int = 1) -> list[tuple[str, str]]:
-    """Lines of a name and a text for a dry run on a GPU: the memory of each phase, and seconds of a step."""
+    """Lines of a name and a text for a dry run on GPUs: the memory of each phase, and seconds of a step; of the
+    policies hf and fsdp."""
+    if Component.read(run.policy).name not in ("hf", "fsdp"):
+        return []
     sizes = measure_sizes(skeleton(run.model.replace(device="cpu")))
     lines = []
     for phase, terms in estimate_memory(run, sizes, time, ranks).items():
         parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in terms.items())
         largest = max(terms, key=lambda name: terms[name])
-        lines.append(("memory", f"{phase}: {sum(terms.values()) / 1e9:.3g} GB per GPU ({parts}); largest: {largest}"))
+        total = f"{sum(terms.values()) / 1e9:.3g} GB on each of {ranks} GPUs" if ranks > 1 else ""
+        total = total or f"{sum(terms.values()) / 1e9:.3g} GB on one GPU"
+        lines.append(("memory", f"{phase}: {total} ({parts}); largest: {largest}"))
     seconds = {phase: count / PEAK / SHARE / ranks for phase, count in count_operations(run, sizes, time).items()}
     text = ", ".join(f"{phase} {value:.2g} s" for phase, value in seconds.items())
-    assumed = f"{SHARE:.0%} of {PEAK / 1e12:.0f} TFLOP/s (H100), {time} tokens a row, rollouts not counted"
+    assumed = f"{SHARE:.0%} of {PEAK / 1e12:.0f} TFLOP/s (H100), {time} tokens a row; rollouts and traffic not counted"
     return [*lines, ("step", f"{text}, assuming {assumed}")]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_rl import ranks
 from moe_rl.config import Optimizer
-from moe_rl.errors import Diverged, RunError
+from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.models.adapters import find_layers
 from moe_rl.models.master_weights import TrainedWeights, is_narrow
 from moe_rl.routing.moe_layers import router_parameters

@@ -75,8 +75,8 @@ POINTS = 25
 def learning(
     frames: Frames, arms: Sequence[str], *, endpoint: Metric = MAIN, comparisons: Sequence[Sequence[str]] = ()
 ) -> Figure:
-    """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3, per step), and the
-    endpoint's differences within seeds. A row of panels per condition; of several, one held-out match.
+    """Training reward and held-out exact match over steps (GSPO, arXiv 2507.18071, Fig. 1 and 3), and the endpoint's
+    differences within seeds, by condition.
 
     What no run measured has no panel.
     """

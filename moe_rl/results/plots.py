@@ -194,7 +194,8 @@ def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False
     layout = ConstrainedLayoutEngine(w_pad=0.03 if look.paper else 0.08, h_pad=0.03 if look.paper else 0.06)
     size = (width or 4.2 * max(columns, 2), 4.4 + 3.2 * (rows - 1))
     if look.width:
-        size = look.width, rows * min(max(0.65 * look.width / columns, 1.8), 2.4) * (1 if look.paper else 1.4)
+        share, least = (0.45, 1.4) if look.paper else (0.9, 2.5)
+        size = look.width, rows * min(max(share * look.width / columns, least), 2.4 if look.paper else 3.4)
     figure = Figure(figsize=size, layout=layout)
     axes = figure.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
     for ax in axes[panels:]:

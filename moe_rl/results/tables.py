@@ -195,7 +195,7 @@ def comparison_table(frames: Frames, arms: Sequence[str], endpoint: Metric, decl
         return []
     n = len(results)
     of = f"{n} rows" if n >= asked else f"{asked} comparisons declared, of which {n} are here"
-    what = "contrasts decided on beforehand" if comparisons else "without declared contrasts, exploratory"
+    what = "comparisons of the study, within each condition" if comparisons else "none declared: exploratory"
     several = len(frames.conditions) > 1
     header = ("difference", "mean, interval", "n", "p", "p,\nHolm", "smallest\np")
     rows = [

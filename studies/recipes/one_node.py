@@ -14,7 +14,7 @@ study = Study(
         arm=arm("grpo"),
         task=Component("jsonl:math.jsonl", match="math"),
         model=ModelConfig(name="Qwen/Qwen3-30B-A3B", device="cuda", dtype="float32"),
-        policy=Component("fsdp", compute_dtype="bfloat16", reduce="update"),
+        policy=Component("fsdp", compute_dtype="bfloat16"),
         engine=Component("server", url="http://127.0.0.1:8000", concurrency=256),
         optimizer=Optimizer(lr=1e-6, betas=(0.9, 0.95)),
         cold_start=ColdStart(target=0.0),

@@ -15,6 +15,7 @@ from moe_rl.models.memory import (
     measure_sizes,
     share_of_peak,
 )
+from moe_rl.registry import Component
 from tests.routing import families
 
 RUN = RunConfig(
@@ -125,6 +126,16 @@ def test_the_most_tokens_that_fit_are_taken(olmoe, monkeypatch):
         tokens = fit_tokens(run, None, free)
         phases = estimate_memory(run.replace(micro_batch_tokens=tokens), olmoe, tokens)
         assert sum(phases["update"].values()) <= 0.9 * free
+
+
+def test_gradients_that_are_summed_once_per_update_are_whole_on_every_rank(olmoe):
+    """4 bytes a parameter on every rank, in place of a share of them."""
+    once, each = (
+        estimate_memory(RUN.replace(policy=Component("fsdp", reduce=reduce)), olmoe, 1024, 8)["update"]
+        for reduce in ("update", "micro_batch")
+    )
+    name = "weights, gradients, optimizer"
+    assert once[name] - each[name] == pytest.approx(4 * olmoe.parameters * 7 / 8)
 
 
 def test_a_policy_that_chooses_no_budget_is_bounded_by_its_rows(olmoe):

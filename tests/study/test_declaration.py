@@ -66,6 +66,19 @@ def test_cells_are_named_variations_and_factors_cross_them(tmp_path):
     assert with_changes(conditions={"one": {}}).runs(tmp_path)[0].path.parts[-2] == "one"
 
 
+def test_conditions_are_chosen_by_name_and_keep_what_tells_them_apart(tmp_path):
+    """A setting of a condition, or a part of it, cannot be changed from outside: the condition's name would lie."""
+    study = with_changes(conditions={"fresh": {}, "old": {"batches": "lagged"}})
+    assert {p.path.parts[-2] for p in study.with_conditions(["old"]).runs(tmp_path)} == {"old"}
+    assert study.with_conditions([]) == study
+    with pytest.raises(ConfigError, match="'odl'.*old"):
+        study.with_conditions(["odl"])
+    for key in ("batches", "batches.lag"):
+        with pytest.raises(ConfigError, match=f"{key} .*'old'"):
+            study.with_settings({key: "fresh"})
+    assert study.with_settings({"mini_batches": 2}).base.mini_batches == 2
+
+
 def test_a_condition_may_be_for_some_arms_alone(tmp_path):
     conditions = {"all": {}, "one": {"mini_batches": 2, "arms": ("gspo",)}}
     varied = with_changes(conditions=conditions, factors={"optimizer.lr": (1e-4,)})

@@ -72,7 +72,7 @@ def check_routers(run: RunConfig, needs: frozenset[str]) -> None:
         (routes & NO_SOURCES, f"routes={', '.join(sorted(routes))}, which need scores or force more than ids"),
         (run.model.router_dtype, f"model.router_dtype={run.model.router_dtype!r}: routers compute in float32 anyway"),
         (run.router_noise.scale, f"router_noise.scale={run.router_noise.scale:g}"),
-        (run.micro_batch_tokens, f"micro_batch_tokens={run.micro_batch_tokens}; use micro_batch"),
+        (run.micro_batch_tokens, f"micro_batch_tokens={run.micro_batch_tokens}"),
     ):
         if refused:
             raise ConfigError(f"policy='megatron' does not support {what}. Use policy='hf'.")
