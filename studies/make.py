@@ -20,6 +20,7 @@ from base import ENDPOINT, SECONDARY, noise
 from contrasts import (
     NAMES,
     Both,
+    Condition,
     Form,
     Outcome,
     joined,
@@ -38,12 +39,14 @@ from ratio_gradient.study import MOVED, moved
 from ratio_gradient.study import NONE as STILL
 from ratio_gradient.study import SIGMAS as BOTH_SIGMAS
 from router_noise_low.study import NONE, OTHERS, ROUTERS, SCALES, medians
+from tuned_rates.study import CHOSEN
+from tuned_rates.study import condition as tuned
 from volatility_controls.study import NOISY, OTHER_RUNS, QUIET
 from volatility_dial.study import SIGMAS
 
 from moe_rl.objectives.methods_page import head, row
 from moe_rl.results import figures, plots
-from moe_rl.results.stats import band, interval
+from moe_rl.results.stats import interval
 from moe_rl.results.study_page import card
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
@@ -387,41 +390,52 @@ def draw_kl(ax: Axes, found: Sequence[Row]) -> None:
     ax.grid(axis="y", visible=False)
 
 
-AGES = ("lag=0", "lag=1", "lag=2")
+SPREAD = ("lag=0", "lag=1", "lag=2")
 """Conditions of lag_natural, whose rollouts are fresh, one and two steps old."""
+GAINS = {
+    "fresh,\none rate": ("lag_natural", Condition("lag=0"), "grpo", "gspo_short"),
+    "two steps old,\none rate": ("lag_natural", Condition("lag=2"), "grpo", "gspo_short"),
+    "fresh,\nbest rates": ("tuned_rates", tuned(0), CHOSEN[0][1].name, "gspo-wide"),
+    "two steps old,\nbest rates": ("tuned_rates", tuned(2), CHOSEN[2][1].name, "gspo-wide"),
+}
+"""Rollouts and rates → a study, its condition, and there the names of GRPO and of GSPO."""
 
 
 @plots.styled
 def draw_front() -> Figure:
-    """The figure of the README: by age of the rollouts, how far ratios spread, and what replay, GSPO and half the rate
-    gain over GRPO."""
-    frames, arms = stored("lag_natural"), ["grpo", "grpo-replay", "gspo_short"]
+    """The figure of the README: by age of the rollouts, how far ratios spread; and what replay and GSPO gain over GRPO,
+    at one rate for all, and where each method has its best rate and clip range."""
+    arms = ["grpo", "grpo-replay", "gspo_short"]
     lines = [("grpo", "GRPO"), ("grpo-replay", "GRPO + replay (R2)"), ("gspo_short", "GSPO")]
     figure, (spread, gain) = plots.new_figure(2, "", width=10)
     for arm, label in lines:
-        ess = [values_of(frames, age, "token_ess")[arm] for age in AGES]
-        draw_by_age(spread, ess, 0, label, plots.colour_of(arm, arms), plots.symbol_of(arm))
-    matches = [values_of(frames, age, ENDPOINT) for age in AGES]
-    for at, (arm, label) in enumerate(lines[1:]):
-        gains = [match[arm] - match["grpo"] for match in matches]
-        draw_by_age(gain, gains, at - 1, label, plots.colour_of(arm, arms), plots.symbol_of(arm))
-    slower = [values_of(frames, f"rate=half,{age}", ENDPOINT)["grpo"] for age in AGES]
-    gains = [values - match["grpo"] for values, match in zip(slower, matches, strict=True)]
-    draw_by_age(gain, gains, 1, "GRPO at half the learning rate", "black", "o")
+        ess = [values_of(stored("lag_natural"), age, "token_ess")[arm] for age in SPREAD]
+        draw_places(spread, ess, 0, label, plots.colour_of(arm, arms), plots.symbol_of(arm) + "-")
+    for at, (arm, label) in zip((-1, 1), lines[1:], strict=True):
+        gains = [
+            (condition[gspo if arm == "gspo_short" else arm] - condition[grpo]).values(stored(study), ENDPOINT)
+            for study, condition, grpo, gspo in GAINS.values()
+        ]
+        draw_places(gain, gains, at, label, plots.colour_of(arm, arms), plots.symbol_of(arm))
     gain.axhline(0, color=plots.GREY, linewidth=1)
-    spread.set(title="How even are the ratios?", ylabel="token ESS (1: all ratios are equal)")
-    gain.set(title="What helps?", ylabel="gain over GRPO, held-out match")
+    gain.axvline(1.5, color=plots.GREY, linewidth=0.6)
+    ages = ["fresh", "1 step old", "2 steps old"]
+    spread.set(title="How even are the ratios?", ylabel="token ESS (1: all ratios are equal)", xlabel="rollouts")
+    spread.set(xticks=range(3), xticklabels=ages)
+    gain.set(title="What helps?", ylabel="gain over GRPO, held-out match", xlabel="rollouts, learning rates")
+    gain.set(xticks=range(4), xticklabels=[*GAINS])
     for ax in (spread, gain):
-        ax.set(xticks=range(3), xticklabels=["fresh", "1 step old", "2 steps old"], xlabel="rollouts")
         ax.legend(fontsize=8)
-    return plots.finish(figure, [spread, gain], "mean and 95 % interval over 32 seeds", legend=False)
+    seeds = "32 seeds; best rates: 24 other seeds"
+    return plots.finish(figure, [spread, gain], f"mean and 95 % interval over {seeds}", legend=False)
 
 
-def draw_by_age(ax: Axes, values: Sequence[pd.Series], at: int, label: str, colour: str, symbol: str) -> None:
-    """Means and intervals over seeds, one per age of the rollouts, moved sideways by `at` places."""
-    x, means = np.arange(len(values)) + 0.05 * at, band(pd.concat(values, axis=1).dropna().to_numpy())
-    plots.whiskers(ax, x, means, colour)
-    ax.plot(x, means.mean, f"{symbol}-", label=label, color=colour)
+def draw_places(ax: Axes, values: Sequence[pd.Series], at: int, label: str, colour: str, style: str) -> None:
+    """Means and intervals over seeds, one per place on the axis, moved sideways by `at`."""
+    x, found = np.arange(len(values)) + 0.05 * at, [interval(one.dropna()) for one in values]
+    means = [one.mean for one in found]
+    whisker = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
+    ax.errorbar(x, means, whisker, fmt=style, capsize=3, label=label, color=colour)
 
 
 def main() -> None:
