@@ -299,7 +299,7 @@ def every_outcome() -> str:
     return "\n".join(lines) + "\n"
 
 
-WITHOUT_CARD = ("lag_natural", "router_noise_low", "ratio_gradient", "stabilisers", "lag", "open_side")
+WITHOUT_CARD = ("lag_natural", "tuned_rates", "router_noise_low", "ratio_gradient", "stabilisers", "lag", "open_side")
 """Studies whose planned contrasts are corrected otherwise than `card` does."""
 BLOCKS: dict[str, Callable[[], str]] = {
     "every_outcome": every_outcome,

@@ -194,7 +194,7 @@ def new_figure(panels: int, title: str, width: float = 0.0, sharey: bool = False
     layout = ConstrainedLayoutEngine(w_pad=0.03 if look.paper else 0.08, h_pad=0.03 if look.paper else 0.06)
     size = (width or 4.2 * max(columns, 2), 4.4 + 3.2 * (rows - 1))
     if look.width:
-        share, least = (0.45, 1.4) if look.paper else (0.9, 2.5)
+        share, least = (0.4, 1.3) if look.paper else (0.9, 2.5)
         size = look.width, rows * min(max(share * look.width / columns, least), 2.4 if look.paper else 3.4)
     figure = Figure(figsize=size, layout=layout)
     axes = figure.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
@@ -269,7 +269,8 @@ def _wrap(figure: Figure, whole: dict[Text, str]) -> None:
             for tick in ax.get_xticklabels():
                 tick.set(rotation=30, ha="right", rotation_mode="anchor")
         rows, heights = ax.get_subplotspec(), [tick.get_window_extent().height for tick in ax.get_yticklabels()]
-        need = 1.3 * sum(heights) if isinstance(ax.yaxis.get_major_locator(), FixedLocator) else 1.1 * figure.dpi
+        least = (0.95 if LOOK.get().paper else 1.1) * figure.dpi
+        need = 1.3 * sum(heights) if isinstance(ax.yaxis.get_major_locator(), FixedLocator) else least
         more = max(more, (need - box.height) * (rows.get_gridspec().nrows if rows else 0))
     figure.set_figheight(figure.get_figheight() + more / figure.dpi)
 
