@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,18 @@ def make_optimizer(weights: TrainedWeights, settings: Optimizer) -> torch.optim.
     if settings.name == "sgd":
         return torch.optim.SGD(groups, momentum=settings.betas[0], **common)
     if settings.name == "adamw_8bit":
-        rate = {"lr": settings.lr, "bf16_stochastic_round": True}
-        return adamw_8bit()(groups, betas=settings.betas, eps=settings.eps, **rate)
+        return adamw_8bit()(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, **common)
 
 
-def adamw_8bit() -> Any:
-    """The optimizer class of torchao, whose moments have 8 bits in blocks of 256. Raises ConfigError without it."""
+def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
+    """What makes torchao's optimizer, whose moments have 8 bits in blocks of 256, and which rounds bfloat16 weights
+    stochastically. Raises ConfigError without torchao."""
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError("optimizer.name='adamw_8bit' needs the package torchao. Run pip install torchao.") from error
-    return AdamW8bit
+    return partial(AdamW8bit, bf16_stochastic_round=True)
 
 
 def take_step(

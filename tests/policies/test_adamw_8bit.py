@@ -25,7 +25,7 @@ def trained(dtype: torch.dtype, keeps: bool, size: int = 8192) -> tuple:
     layer.weight.data.fill_(1)
     weights = TrainedWeights(layer, keeps)
     groups = [{"params": weights.parameters(), "scale": 1.0}]
-    return layer, weights, adamw_8bit()(groups, lr=EIGHT.lr, eps=EIGHT.eps, bf16_stochastic_round=True)
+    return layer, weights, adamw_8bit()(groups, lr=EIGHT.lr, eps=EIGHT.eps)
 
 
 def step(layer, weights, optimizer, update: int, settings: Optimizer = EIGHT) -> None:
