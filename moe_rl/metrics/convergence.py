@@ -34,7 +34,7 @@ def ema(values: ArrayLike, span: int) -> NDArray[np.float64]:
 
     As `pandas.Series.ewm(span=span, adjust=False).mean()`, except that a NaN stays NaN from there on.
     """
-    values = np.asarray(values, dtype=np.float64)
+    values = _curve(values)
     average = np.empty_like(values)
     a = 2.0 / (span + 1.0)
     for t, x in enumerate(values):
@@ -49,7 +49,7 @@ def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
     dips, and its step is the first of them. A reward that is not finite is a collapse at that step and does not
     recover. The first step counts among the best, so the loss of a cold start is a collapse.
     """
-    steps, rewards = np.asarray(steps, dtype=np.int64), np.asarray(rewards, dtype=np.float64)
+    steps, rewards = np.asarray(steps, dtype=np.int64), _curve(rewards)
     if len(steps) != len(rewards) or (np.diff(steps) != 1).any():
         raise ConfigError(f"collapse needs one reward per step, but got {len(rewards)} rewards for {steps}")
     broken = np.flatnonzero(~np.isfinite(rewards))
@@ -67,8 +67,17 @@ def collapse(steps: ArrayLike, rewards: ArrayLike) -> Collapse:
 
 def second_half_mean(values: ArrayLike) -> float:
     """Mean of the values from index len // 2 on, in their unit."""
-    values = np.asarray(values, dtype=np.float64)
+    values = _curve(values)
     return float(values[len(values) // 2 :].mean()) if len(values) else float("nan")
+
+
+def _curve(values: ArrayLike) -> NDArray[np.float64]:
+    values = np.asarray(values, dtype=np.float64)
+    if values.ndim != 1:
+        raise ConfigError(
+            f"a curve has one value per step, but this one has shape {values.shape}. Pass one run at a time."
+        )
+    return values
 
 
 def _dips(average: NDArray[np.float64]) -> NDArray[np.bool_]:

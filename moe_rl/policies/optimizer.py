@@ -22,6 +22,8 @@ from moe_rl.routing.moe_layers import router_parameters
 def make_optimizer(weights: TrainedWeights, settings: Optimizer) -> torch.optim.Optimizer:
     """With the routers in groups of their own, at `router_lr_scale` times the learning rate (0 = frozen), and norms and
     biases in groups without weight decay."""
+    if not weights.own:
+        raise ConfigError("the model has no trainable parameter.")
     routers = {id(p) for p in router_parameters(weights.model)}
     decayed = {id(p) for name, p in weights.model.named_parameters() if p.ndim >= 2 and not name.endswith("bias")}
     groups = [
@@ -173,5 +175,8 @@ def read_state(
         load_model(weights.model, str(file), device=str(device))
     for master, saved in zip(weights.masters.values(), masters, strict=True):
         master.copy_(saved)
-    optimizer.load_state_dict(state["optimizer"])
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+    except ValueError as error:
+        raise RunError(f"{moments} holds the state of other groups of weights ({error}). Begin a new run.") from error
     return state["updates"]

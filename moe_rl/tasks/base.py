@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import length_hint
 from typing import Any, Protocol, runtime_checkable
 
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.registry import Component, Part, check_options, check_values, import_callable, unknown
 from moe_rl.seeds import HELD_OUT, derive
 from moe_rl.tasks.rewards import Reward, as_number
@@ -109,15 +109,38 @@ def load_task(use: Part) -> AnyTask:
     return cls(**use.options, **named)
 
 
+def ask(task: AnyTask, count: int, seed: int) -> list[Prompt]:
+    """`task.prompts(count, seed)`. Raises ConfigError for anything but prompts, and where it fails for `count` prompts
+    but not for one."""
+    try:
+        prompts = list(task.prompts(count, seed))
+    except Exception as error:
+        if isinstance(error, MoeRlError) or count == 1:
+            raise
+        ask(task, 1, seed)
+        raise ConfigError(
+            f"{type(task).__name__}.prompts({count}, {seed}) failed ({type(error).__name__}: {error}), but one prompt "
+            f"works. Return {count} prompts, and repeat some if there are fewer."
+        ) from error
+    if wrong := [p for p in prompts if not isinstance(p, Prompt)]:
+        raise ConfigError(
+            f"{type(task).__name__}.prompts({count}, {seed}) must return moe_rl.types.Prompt objects, not "
+            f"{wrong[0]!r:.60}"
+        )
+    return prompts
+
+
 def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) -> list[Prompt]:
     """The first `count` prompts of `task` under `seed` whose text is not in `excluding`. Texts may repeat.
 
     The task makes up to 64 times as many prompts. Raises ConfigError where these are not enough.
     """
+    if count < 1:
+        raise ConfigError(f"{count} prompts were requested. Request at least 1.")
     excluded = frozenset(excluding)
     factor = 1
     while True:
-        prompts = list(task.prompts(count * factor, seed))
+        prompts = ask(task, count * factor, seed)
         fresh = [p for p in prompts if p.text not in excluded]
         if len(fresh) >= count:
             return fresh[:count]

@@ -11,7 +11,7 @@ from typing import Any
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component, Part
 from moe_rl.seeds import derive
-from moe_rl.tasks.base import Environment, Task, load_task, rewards_of, votes_of
+from moe_rl.tasks.base import Environment, Task, ask, load_task, rewards_of, votes_of
 from moe_rl.types import Prompt
 
 
@@ -36,7 +36,7 @@ class Mixture:
         drawn = []
         for kind, task in enumerate(self.tasks):
             n = kinds.count(kind)
-            prompts = list(task.prompts(n, seed)) if n else []
+            prompts = ask(task, n, seed) if n else []
             if len(prompts) < n:
                 raise ConfigError(f"mixture: {type(task).__name__} returned {len(prompts)} prompts, not {n}")
             drawn.append(iter(prompts))
