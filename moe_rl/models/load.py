@@ -259,6 +259,9 @@ def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a checkpoint. Raises ConfigError when it has none that transformers knows."""
     from transformers import AutoConfig
 
+    folder = folder_of(name)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ConfigError(f"{name!r} is a PEFT adapter, not a model. Merge it into its base (merge_and_unload) first.")
     return _pretrained(AutoConfig, name, trust_remote_code)
 
 

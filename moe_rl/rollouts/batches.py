@@ -17,7 +17,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from moe_rl.config import RunConfig
-from moe_rl.errors import ConfigError
+from moe_rl.errors import ConfigError, RunError
 from moe_rl.models.tokens import encode_prompts
 from moe_rl.registry import checked
 from moe_rl.rollouts.engine import RolloutEngine, before_stop, completion_text, sampling_of
@@ -229,7 +229,7 @@ class Queue:
         self.row: Row = {}
 
     def next(self, collector: Collector, step: int) -> Rollouts:
-        """See `BatchSource.next`."""
+        """See `BatchSource.next`. Raises RunError where a batch was to be begun in a step that was left out."""
         run = collector.run
         for number in range(step, step + self.lag + 1):
             begins = max(1, number - self.lag_of(run.seed, number))
@@ -239,8 +239,14 @@ class Queue:
                 prompts = collector.draw_prompts(run.prompts_per_step, number)
                 most = self._at_most(run.max_new_tokens, number == step)
                 rollouts = collector.sample(prompts, run.group_size, (number,), step=step, most=most)
-            else:
+            elif number in self.begun:
                 rollouts = self._continue(collector, number, step, self.begun.pop(number))
+            else:
+                raise RunError(
+                    f"the batch of step {number} is missing in step {step}; it was due to start in step "
+                    f"{begins}. Draw a batch at every step in order, and resume with {FILE} of the "
+                    "checkpoint."
+                )
             if number == step or all(self._complete(run, rollout) for rollout in rollouts):
                 rewards, row = collector.rewards(rollouts), Row()
                 if self.refills:

@@ -45,7 +45,7 @@ class GapFiles:
     """Looks at the engine's gap of every step, and keeps the rollouts of a few of those that stand out.
 
     A gap is `engine_kl_k3`; usual is the median of up to 20 steps before, in this process, those that have one: NaN
-    is a gap that stands out. What is written is never read by the run.
+    is a gap that stands out. What is written is never read by the run, and a file that cannot be written is a warning.
     """
 
     def __init__(self, folder: Path, sampling: Sampling):
@@ -63,12 +63,20 @@ class GapFiles:
         file = self.folder / f"step={step:06d}.jsonl"
         if gap <= max(TIMES * usual, NOTHING) or len(set(self.folder.glob("*.jsonl")) - {file}) >= FILES:
             return
-        self.folder.mkdir(exist_ok=True)
-        with file.open("w", encoding="utf-8") as out:
-            for line in to_lines(batch, self.sampling, f"step {step - 1}"):
-                if (there := out.tell()) and there + len(line) > FILE_BYTES:
-                    break
-                out.write(line)
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with file.open("w", encoding="utf-8") as out:
+                for line in to_lines(batch, self.sampling, f"step {step - 1}"):
+                    if (there := out.tell()) and there + len(line) > FILE_BYTES:
+                        break
+                    out.write(line)
+        except OSError as error:
+            warnings.warn(
+                f"step {step}: the engine's log-probs differ by {gap:.2g} nats per token, and the rollouts "
+                f"cannot be saved: {error}",
+                stacklevel=2,
+            )
+            return
         warnings.warn(
             f"step {step}: the KL between engine and trainer is {gap:.2g} nats per token, usually at most "
             f"{usual:.2g}. To find the cause, run `moe-rl diagnose {file} CHECKPOINT` with the weights after "

@@ -141,6 +141,8 @@ def draw(task: AnyTask, count: int, seed: int, excluding: Collection[str] = ()) 
     factor = 1
     while True:
         prompts = ask(task, count * factor, seed)
+        if not prompts:
+            raise ConfigError(f"{type(task).__name__}.prompts({count * factor}, {seed}) returned no prompts")
         fresh = [p for p in prompts if p.text not in excluded]
         if len(fresh) >= count:
             return fresh[:count]

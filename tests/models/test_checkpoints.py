@@ -18,6 +18,7 @@ from moe_rl.models.load import (
     check_weights,
     load,
     load_config,
+    load_tokenizer,
     may_exist,
     save_checkpoint,
 )
@@ -123,6 +124,11 @@ def test_tied_weights_are_saved_once_and_not_missed(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / WHOLE)
     again = load(ModelConfig(name=str(tmp_path)), 0).model
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_folder_that_is_no_checkpoint_says_what_it_lacks(tmp_path):
+    with pytest.raises(ConfigError, match="config.json"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_folder_that_is_not_there_is_not_asked_of_the_hub():

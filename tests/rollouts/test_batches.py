@@ -11,6 +11,7 @@ import torch
 
 from moe_rl.build import build
 from moe_rl.config import Measure, Optimizer
+from moe_rl.errors import RunError
 from moe_rl.metrics.volatility import route_change
 from moe_rl.models.tokens import byte_tokenizer, encode_prompts
 from moe_rl.objectives import objective_of
@@ -378,3 +379,16 @@ def test_a_queue_from_before_kept_tokens_had_their_name_goes_on_equal(tmp_path):
     (commit / "checkpoint.sha256").write_text(digest(commit / "checkpoint"))
     carry_out(run, tmp_path / "cut")
     assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
+
+
+def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
+    run = LAGGED.replace(steps=2, eval_every=2)
+    carry_out(run, tmp_path / "run")
+    (commit,) = (tmp_path / "run").glob("commit/*")
+    (commit / "checkpoint/batches.pt").unlink()
+    (commit / "checkpoint.sha256").write_text(digest(commit / "checkpoint"))  # else it is known not to be whole
+    (tmp_path / "run" / "manifest.json").write_text(
+        (tmp_path / "run" / "manifest.json").read_text().replace('"finished": 2', '"finished": 1')
+    )
+    with pytest.raises(RunError, match="step 3 .*in step 1.*batches.pt"):
+        carry_out(run.replace(steps=4), tmp_path / "run")

@@ -87,6 +87,15 @@ def test_draw_of_an_exhausted_task_says_how_many_there_are():
         draw(Finite(), 2, 0, excluding=set("01234"))
 
 
+def test_a_task_without_prompts_is_refused():
+    class Empty(Finite):
+        def prompts(self, count, seed):
+            return []
+
+    with pytest.raises(ConfigError, match="no prompts"):
+        draw(Empty(), 3, 0)
+
+
 class Sized(Finite):
     def __init__(self, different):
         self.different = different
