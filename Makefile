@@ -21,7 +21,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e ".[test,reasoning-gym,math,megatron,eight-bit]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,reasoning-gym,math,megatron]"
 	touch $(STAMP)
 
 study: $(STAMP)
@@ -143,16 +143,16 @@ test-slurm: $(STAMP)
 	  PATH=$$PATH:/usr/sbin MOE_RL_SLURM=1 $(BIN)/python -m pytest tests/slurm; \
 	fi
 
-# Beside the packages of the main environment, so that only the trackers are installed: 130 MB.
+# Beside the packages of the main environment, so that only the trackers and torchao are installed: 130 MB.
 $(TRACKERS)/installed: $(STAMP)
 	test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
 	  > "$$($(TRACKERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
-	$(TRACKERS)/bin/python -m pip install tensorboard==2.21.0 wandb==0.31.0
+	$(TRACKERS)/bin/python -m pip install tensorboard==2.21.0 wandb==0.31.0 torchao==0.18.0
 	touch $@
 
 test-trackers: $(TRACKERS)/installed
-	$(TRACKERS)/bin/python -m pytest tests/trackers
+	$(TRACKERS)/bin/python -m pytest tests/trackers tests/policies/test_adamw_8bit.py
 
 # One other version of one package, before those of the main environment; the oldest with the lower bounds of two more.
 # A torch takes 5 GB: `make test-versions VERSION=torch-2.6.0`. What passed where is in CONTRIBUTING.md.

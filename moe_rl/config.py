@@ -379,11 +379,12 @@ class RunConfig(Settings):
             )
         noise, optimizer = self.router_noise, self.optimizer
         frozen = noise.target != "other_weights" and not optimizer.router_lr_scale
-        if noise.direction == "last_step" and (frozen or optimizer.name == "sgd" and not optimizer.betas[0]):
+        unknown_step = optimizer.name == "adamw_8bit" or optimizer.name == "sgd" and not optimizer.betas[0]
+        if noise.direction == "last_step" and (frozen or unknown_step):
             raise ConfigError(
-                "router_noise.direction='last_step' needs a last step, but the routers are frozen, or sgd has no "
-                f"momentum: optimizer.router_lr_scale={optimizer.router_lr_scale}, betas={optimizer.betas}. Use the "
-                "direction 'random'."
+                "router_noise.direction='last_step' needs a last step, but routers are frozen, sgd has no momentum, "
+                f"or moments have 8 bits: optimizer.router_lr_scale={optimizer.router_lr_scale}, betas="
+                f"{optimizer.betas}, name={optimizer.name!r}. Use the direction 'random'."
             )
         self._check_schedule()
         return self

@@ -286,7 +286,7 @@ def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> No
     close and they would fill the screen. `other`: what the name, or one like it, is elsewhere; said where the name is
     just that, or nothing here comes close."""
     choices = sorted(choices)
-    close = difflib.get_close_matches(name.lower(), choices, n=3)
+    close = difflib.get_close_matches(name, choices, n=3) or difflib.get_close_matches(name.lower(), choices, n=3)
     hint = f": did you mean {' or '.join(close)}?" if close else "."
     hint = f": {other}." if other and (not close or other.startswith(f"{name} ")) else hint
     all_of_them = "" if close and len(choices) > 40 else f" There are: {', '.join(choices) or 'none'}."

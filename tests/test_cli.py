@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,17 @@ def test_workers_die_with_a_study_that_is_killed_alone(tmp_path):
     while runs.state(path)["state"] == "running" and time.time() < deadline:
         time.sleep(0.1)
     assert runs.state(path)["state"] == "interrupted"
+
+
+def test_watch_waits_for_a_study_and_not_for_what_is_none(tmp_path, monkeypatch, capsys):
+    """The folder comes during the first nap; it is one of tables, which have no page to be written again."""
+    folder, naps = tmp_path / "later", iter([1])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(naps) and shutil.copytree(TABLES, folder))
+    assert cli.main(["watch", str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("waiting for ") and "moe-rl report writes their page" in printed.err
+    for wrong in (tmp_path, folder / "study.json"):
+        assert cli.main(["watch", str(wrong)]) == 2, "a second nap would end the test"
 
 
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):

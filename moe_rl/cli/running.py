@@ -249,7 +249,8 @@ def _with_settings(study: Study, options: argparse.Namespace) -> Study:
     changes: dict[str, Any] = {"task": options.task} if options.task else {}
     changes |= {"policy": options.policy} if options.policy else {}
     fixed = {**changes, **parse_settings(study.base.replace(**changes), [], options.file), **changes}
-    return study.with_settings(fixed | parse_settings(study.base.replace(**fixed), options.settings))
+    changes = fixed | parse_settings(study.base.replace(**fixed), options.settings)
+    return study.with_settings(changes, options.condition)
 
 
 def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> list[str]:

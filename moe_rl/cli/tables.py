@@ -136,7 +136,8 @@ def watch(options: argparse.Namespace) -> int:
     every = _between("--every", options.every, 1, 3600, "the seconds between two pages", "5")
     _make_importable(options)
     out = options.out or replaced(options.folder / "report.html")
-    if not options.once and not (options.folder / "study.json").exists():
+    begun = options.folder.is_file() or any(options.folder.glob("*/study.json"))  # of several: refused
+    if not options.once and not begun and not (options.folder / "study.json").exists():
         print(f"waiting for {options.folder / 'study.json'}; Ctrl-C ends", flush=True)
         while not (options.folder / "study.json").exists():
             time.sleep(0.5)

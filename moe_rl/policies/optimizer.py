@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.models.adapters import find_layers
 from moe_rl.models.master_weights import TrainedWeights, is_narrow
 from moe_rl.routing.moe_layers import router_parameters
+from moe_rl.seeds import derive
 
 
 def make_optimizer(weights: TrainedWeights, settings: Optimizer) -> torch.optim.Optimizer:
@@ -80,12 +83,20 @@ def take_step(
     for group in optimizer.param_groups:
         rate = settings.lr_at(update) * group["scale"]
         group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
-    if settings.name == "adamw_8bit":
-        torch.manual_seed(update)  # from the global generator it draws how weights are rounded
-    optimizer.step()
+    with _rounding(trained[0].device, update, norm) if settings.name == "adamw_8bit" else nullcontext():
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     weights.write_back()
     return norm, norm > limit
+
+
+@contextmanager
+def _rounding(device: torch.device, update: int, norm: float) -> Iterator[None]:
+    """The global generator, from which torchao draws how it rounds, in a state of this update: a resumed run repeats
+    it, and runs with other gradients have other ones."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(derive(update, *struct.unpack("<II", struct.pack("<d", norm))))
+        yield
 
 
 @torch.no_grad()
@@ -109,7 +120,6 @@ def last_step(weights: TrainedWeights, optimizer: torch.optim.Optimizer, paramet
     first step. Read off the moments, so that a resumed run knows it."""
     settings = optimizer.param_groups[0]
     state = {name: ranks.join_shards(x) for name, x in optimizer.state.get(weights[parameter], {}).items()}
-    state = {name: x.dequantize(torch.float32) if hasattr(x, "codes") else x for name, x in state.items()}  # torchao's
     if "exp_avg_sq" in state:  # AdamW
         variance = state["exp_avg_sq"] / (1 - settings["betas"][1] ** state["step"])
         return -state["exp_avg"] / (variance.sqrt() + settings["eps"])

@@ -256,10 +256,10 @@ class Comparison:
 
 
 def pairs_of(arms: Sequence[str], comparisons: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-    """The contrasts; without any, all pairs, the later arm before the earlier, or of more than three arms each
-    against the first."""
+    """The contrasts; without any, all pairs, the later arm before the earlier, or of more than five arms each against
+    the first."""
     pairs = [(b, a) for a, b in itertools.combinations(arms, 2)]
-    return comparisons or (pairs if len(arms) <= 3 else pairs[: len(arms) - 1])
+    return comparisons or (pairs if len(arms) <= 5 else pairs[: len(arms) - 1])
 
 
 def family(declared: Mapping[str, Any]) -> int:

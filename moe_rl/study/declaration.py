@@ -154,17 +154,17 @@ class Study:
         }
         return dataclasses.replace(self, name=f"{self.name}-quick", seeds=self.seeds[:1], conditions=conditions)
 
-    def with_settings(self, changes: Mapping[str, Any]) -> Study:
-        """The study with another base. Raises ConfigError for a setting that a factor or a condition gives values of
-        its own."""
+    def with_settings(self, changes: Mapping[str, Any], conditions: Sequence[str] = ()) -> Study:
+        """The study with another base. Raises ConfigError for a setting that a factor, or one of these of its
+        `conditions` (default: all), gives values of its own."""
         for key in changes:
             if factor := next((name for name in self.factors if f"{key}.".startswith(f"{name}.")), None):
                 raise ConfigError(
                     f"{key} has no effect: study {self.name!r} gives the factor {factor} the values "
                     f"{', '.join(map(str, self.factors[factor]))}. Change them in its file."
                 )
-            for name, settings in self.conditions.items():
-                if any(f"{key}.".startswith(f"{own}.") or own.startswith(f"{key}.") for own in settings):
+            for name, settings in self.with_conditions(conditions).conditions.items():
+                if any(f"{key}.".startswith(f"{own}.") for own in settings):
                     raise ConfigError(
                         f"{key} cannot be set, because the condition {name!r} of study {self.name!r} sets it. Change "
                         "it in the study's file."

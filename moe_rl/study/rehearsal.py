@@ -27,6 +27,7 @@ from moe_rl.seeds import PROMPTS, derive
 from moe_rl.storage.commits import check_rows
 from moe_rl.study.declaration import Planned
 from moe_rl.tasks.base import Environment, draw, held_out, load_task, rewards_of, split_of
+from moe_rl.tasks.rewards import TIMEOUTS
 from moe_rl.trainer import train_step
 
 LOOKED_AT, SECONDS = 512, 5.0
@@ -73,7 +74,8 @@ def preview(run: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
             f"{too_long} of {len(needed)} reference answers do not fit into max_new_tokens={run.max_new_tokens}. "
             f"Use max_new_tokens={max(needed)}."
         )
-    unscored = [p for reward, p in rewards if {*getattr(reward, "parts", {"": reward}).values()} == {None}]
+    given = [({name: x for name, x in getattr(r, "parts", {}).items() if name != TIMEOUTS}, p) for r, p in rewards]
+    unscored = [p for parts, p in given if parts and not any(x is not None for x in parts.values())]
     if unscored:
         cautions.append(
             f"{len(unscored)} of {len(rewards)} reference answers are not scored (None): their reward is 0."

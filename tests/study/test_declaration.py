@@ -77,6 +77,7 @@ def test_conditions_are_chosen_by_name_and_keep_what_tells_them_apart(tmp_path):
         with pytest.raises(ConfigError, match=f"{key} .*'old'"):
             study.with_settings({key: "fresh"})
     assert study.with_settings({"mini_batches": 2}).base.mini_batches == 2
+    assert study.with_settings({"batches": "lagged"}, ["fresh"]).base.batches == Component("lagged")
 
 
 def test_a_condition_may_be_for_some_arms_alone(tmp_path):

@@ -130,6 +130,20 @@ def test_reference_answers_that_are_not_right_are_a_caution():
     assert "512 of 512" in caution and "'yes' to 'word 0' has 0.5" in caution
 
 
+@pytest.mark.parametrize("limit", [{}, {"reward_timeout": 30.0}])
+def test_answers_that_nothing_scores_are_not_called_wrong(limit, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "scores_some.py").write_text(
+        "def small(completions, answer, **kwargs):\n"
+        "    return [float(a == '1') if int(a) < 3 else None for a in answer]\n"
+    )
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(f'{{"question": "{n}=", "answer": "{n}"}}\n' for n in range(1, 9)))
+    task = Component(f"jsonl:{file}", reward="scores_some:small", **limit)
+    _, (unscored, wrong) = preview(TINY.replace(task=task, eval_prompts=2, **{"cold_start.target": 0.0}))
+    assert unscored.startswith("6 of 8 ") and wrong.startswith("1 of 8 ")
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -157,7 +171,7 @@ def test_a_task_with_few_prompts_fails_before_it_runs(name):
     """512 are enough to be shown, and 600 of them for a step; the warm-up draws 8 batches of 128."""
     run = TINY.replace(task=Component(f"rehearsed:{name}", fault="few"), max_new_tokens=10)
     assert preview(run.replace(**{"cold_start.target": 0.0}))
-    with pytest.raises(ConfigError, match=f"rehearsed:{name}.*prompts: .*Sample larger"):
+    with pytest.raises(ConfigError, match=rf"{name}.prompts\(1024, .*Sample larger.*repeat some"):
         preview(run.replace(**{"cold_start.target": 0.3, "cold_start.batch_size": 128}))
 
 
