@@ -201,8 +201,8 @@ class Study:
         for name in names:
             if name not in self.conditions:
                 unknown(f"condition of study {self.name!r}", name, self.conditions)
-        kept = {name: settings for name, settings in self.conditions.items() if not names or name in names}
-        return dataclasses.replace(self, conditions=kept)
+        chosen = {name: settings for name, settings in self.conditions.items() if not names or name in names}
+        return dataclasses.replace(self, conditions=chosen)
 
     def own_arms(self, text: str | None) -> list[str]:
         """Names of its own arms, as `--arms grpo,gspo` has them; commas in brackets belong to a name. Raises

@@ -74,8 +74,8 @@ def preview(run: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
             f"{too_long} of {len(needed)} reference answers do not fit into max_new_tokens={run.max_new_tokens}. "
             f"Use max_new_tokens={max(needed)}."
         )
-    given = [({name: x for name, x in getattr(r, "parts", {}).items() if name != TIMEOUTS}, p) for r, p in rewards]
-    unscored = [p for parts, p in given if parts and not any(x is not None for x in parts.values())]
+    scored = [({name: x for name, x in getattr(r, "parts", {}).items() if name != TIMEOUTS}, p) for r, p in rewards]
+    unscored = [p for parts, p in scored if parts and not any(x is not None for x in parts.values())]
     if unscored:
         cautions.append(
             f"{len(unscored)} of {len(rewards)} reference answers are not scored (None): their reward is 0."
