@@ -85,7 +85,7 @@ def block(name: str) -> str:
 def planned(name: str) -> str:
     """The planned contrasts of a study, as its file declares them."""
     study = importlib.import_module(f"{name}.study")
-    if isinstance(study.RULE, Both):
+    if isinstance(getattr(study, "RULE", None), Both):
         return table_of_both(study.RULE, stored_with_others(name), study.CORRECTED)
     return table_of(study.judged(stored(name)), study.CORRECTED)
 
@@ -403,20 +403,25 @@ GAINS = {
 
 @plots.styled
 def draw_front() -> Figure:
-    """The figure of the README: by age of the rollouts, how far ratios spread; and what replay and GSPO gain over GRPO,
-    at one rate for all, and where each method has its best rate and clip range."""
+    """The figure of the README: by age of the rollouts, how far ratios spread; and what replay, GSPO and half the rate
+    gain over GRPO at one rate for all, and the former two where each method has its best rate and clip range."""
     arms = ["grpo", "grpo-replay", "gspo_short"]
     lines = [("grpo", "GRPO"), ("grpo-replay", "GRPO + replay (R2)"), ("gspo_short", "GSPO")]
     figure, (spread, gain) = plots.new_figure(2, "", width=10)
     for arm, label in lines:
         ess = [values_of(stored("lag_natural"), age, "token_ess")[arm] for age in SPREAD]
         draw_places(spread, ess, 0, label, plots.colour_of(arm, arms), plots.symbol_of(arm) + "-")
-    for at, (arm, label) in zip((-1, 1), lines[1:], strict=True):
+    for at, (arm, label) in zip((-1, 0.5), lines[1:], strict=True):
         gains = [
             (condition[gspo if arm == "gspo_short" else arm] - condition[grpo]).values(stored(study), ENDPOINT)
             for study, condition, grpo, gspo in GAINS.values()
         ]
         draw_places(gain, gains, at, label, plots.colour_of(arm, arms), plots.symbol_of(arm))
+    slower = [
+        (Condition(f"rate=half,{age}")["grpo"] - Condition(age)["grpo"]).values(stored("lag_natural"), ENDPOINT)
+        for age in (SPREAD[0], SPREAD[-1])
+    ]
+    draw_places(gain, slower, 2, "GRPO at half the rate", "black", "o")
     gain.axhline(0, color=plots.GREY, linewidth=1)
     gain.axvline(1.5, color=plots.GREY, linewidth=0.6)
     ages = ["fresh", "1 step old", "2 steps old"]
@@ -430,7 +435,7 @@ def draw_front() -> Figure:
     return plots.finish(figure, [spread, gain], f"mean and 95 % interval over {seeds}", legend=False)
 
 
-def draw_places(ax: Axes, values: Sequence[pd.Series], at: int, label: str, colour: str, style: str) -> None:
+def draw_places(ax: Axes, values: Sequence[pd.Series], at: float, label: str, colour: str, style: str) -> None:
     """Means and intervals over seeds, one per place on the axis, moved sideways by `at`."""
     x, found = np.arange(len(values)) + 0.05 * at, [interval(one.dropna()) for one in values]
     means = [one.mean for one in found]

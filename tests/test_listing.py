@@ -93,5 +93,7 @@ def test_a_command_takes_the_file(tmp_path, capsys):
 )
 def test_the_task_of_the_command_line_wins_and_takes_the_options_of_the_file(tmp_path, text, task):
     (tmp_path / "own.toml").write_text(text)
-    options = argparse.Namespace(task="running_sums", policy=None, file=tmp_path / "own.toml", settings=[])
+    options = argparse.Namespace(
+        task="running_sums", policy=None, file=tmp_path / "own.toml", settings=[], condition=[]
+    )
     assert str(_with_settings(study, options).base.task) == task
