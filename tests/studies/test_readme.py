@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from contrasts import slots_changed, values_of
 from make import stored
+from tuned_rates.study import judged
 
 from moe_rl.metrics.rounding import number
 
@@ -60,6 +61,12 @@ def test_what_the_caption_says_is_so():
         0.050,
         0.057,
     ]
+
+
+def test_at_the_best_rates_replay_and_gspo_gain_what_the_caption_says():
+    found = {one.name: (round(one.primary.difference.mean, 2), one.sign) for one, _ in judged(stored("tuned_rates"))}
+    assert found["grpo-replay − grpo-wide, lag 2"] == found["gspo-wide − grpo-wide, lag 2"] == (0.02, 1)
+    assert {sign for name, (_, sign) in found.items() if name.endswith("lag 0")} == {0}
 
 
 def test_every_comparison_with_grpo_is_in_the_table_once():
