@@ -396,9 +396,16 @@ GAINS = {
     "fresh,\none rate": ("lag_natural", Condition("lag=0"), "grpo", "gspo_short"),
     "two steps old,\none rate": ("lag_natural", Condition("lag=2"), "grpo", "gspo_short"),
     "fresh,\nbest rates": ("tuned_rates", tuned(0), CHOSEN[0][1].name, "gspo-wide"),
-    "two steps old,\nbest rates": ("tuned_rates", tuned(2), CHOSEN[2][1].name, "gspo-wide"),
+    "two steps old,\nbest rates": ("tuned_rates", tuned(2), "grpo", "gspo-wide"),
 }
 """Rollouts and rates → a study, its condition, and there the names of GRPO and of GSPO."""
+
+
+def gains_of(study: str, condition: Condition, grpo: str, arm: str) -> pd.Series:
+    """An arm minus GRPO, by seed. With old rollouts the GRPO of tuned_rates has its default clip range, in a folder of
+    its own: the one that the pilot chose is worse."""
+    reference = "tuned_rates/default_clip" if (study, grpo) == ("tuned_rates", "grpo") else study
+    return condition[arm].values(stored(study), ENDPOINT) - condition[grpo].values(stored(reference), ENDPOINT)
 
 
 @plots.styled
@@ -413,7 +420,7 @@ def draw_front() -> Figure:
         draw_places(spread, ess, 0, label, plots.colour_of(arm, arms), plots.symbol_of(arm) + "-")
     for at, (arm, label) in zip((-1, 0.5), lines[1:], strict=True):
         gains = [
-            (condition[gspo if arm == "gspo_short" else arm] - condition[grpo]).values(stored(study), ENDPOINT)
+            gains_of(study, condition, grpo, gspo if arm == "gspo_short" else arm)
             for study, condition, grpo, gspo in GAINS.values()
         ]
         draw_places(gain, gains, at, label, plots.colour_of(arm, arms), plots.symbol_of(arm))
