@@ -46,7 +46,7 @@ from volatility_dial.study import SIGMAS
 
 from moe_rl.objectives.methods_page import head, row
 from moe_rl.results import figures, plots
-from moe_rl.results.stats import interval
+from moe_rl.results.stats import band, interval
 from moe_rl.results.study_page import card
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
@@ -393,19 +393,19 @@ def draw_kl(ax: Axes, found: Sequence[Row]) -> None:
 SPREAD = ("lag=0", "lag=1", "lag=2")
 """Conditions of lag_natural, whose rollouts are fresh, one and two steps old."""
 GAINS = {
-    "fresh,\none rate": ("lag_natural", Condition("lag=0"), "grpo", "gspo_short"),
-    "two steps old,\none rate": ("lag_natural", Condition("lag=2"), "grpo", "gspo_short"),
-    "fresh,\nbest rates": ("tuned_rates", tuned(0), CHOSEN[0][1].name, "gspo-wide"),
-    "two steps old,\nbest rates": ("tuned_rates", tuned(2), "grpo", "gspo-wide"),
+    "fresh,\none rate": ("lag_natural", Condition("lag=0"), ("lag_natural", "grpo"), "gspo_short"),
+    "two steps old,\none rate": ("lag_natural", Condition("lag=2"), ("lag_natural", "grpo"), "gspo_short"),
+    "fresh,\nbest rates": ("tuned_rates", tuned(0), ("tuned_rates", CHOSEN[0][1].name), "gspo-wide"),
+    "two steps old,\nbest rates": ("tuned_rates", tuned(2), ("tuned_rates/default_clip", "grpo"), "gspo-wide"),
 }
-"""Rollouts and rates → a study, its condition, and there the names of GRPO and of GSPO."""
+"""Rollouts and rates → a study, its condition, the folder and the name of its GRPO, and the name of its GSPO. With old
+rollouts the GRPO of tuned_rates has its default clip range: the one that the pilot chose is worse."""
 
 
-def gains_of(study: str, condition: Condition, grpo: str, arm: str) -> pd.Series:
-    """An arm minus GRPO, by seed. With old rollouts the GRPO of tuned_rates has its default clip range, in a folder of
-    its own: the one that the pilot chose is worse."""
-    reference = "tuned_rates/default_clip" if (study, grpo) == ("tuned_rates", "grpo") else study
-    return condition[arm].values(stored(study), ENDPOINT) - condition[grpo].values(stored(reference), ENDPOINT)
+def gains_of(study: str, condition: Condition, grpo: tuple[str, str], arm: str) -> pd.Series:
+    """An arm minus GRPO, by seed."""
+    folder, name = grpo
+    return condition[arm].values(stored(study), ENDPOINT) - condition[name].values(stored(folder), ENDPOINT)
 
 
 @plots.styled
@@ -444,10 +444,10 @@ def draw_front() -> Figure:
 
 def draw_places(ax: Axes, values: Sequence[pd.Series], at: float, label: str, colour: str, style: str) -> None:
     """Means and intervals over seeds, one per place on the axis, moved sideways by `at`."""
-    x, found = np.arange(len(values)) + 0.05 * at, [interval(one.dropna()) for one in values]
-    means = [one.mean for one in found]
-    whisker = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
-    ax.errorbar(x, means, whisker, fmt=style, capsize=3, label=label, color=colour)
+    x, bands = np.arange(len(values)) + 0.05 * at, [band(one.dropna().to_numpy()[:, None]) for one in values]
+    for place, found in zip(x, bands, strict=True):
+        plots.whiskers(ax, place, found, colour)
+    ax.plot(x, [found.mean for found in bands], style, label=label, color=colour)
 
 
 def main() -> None:

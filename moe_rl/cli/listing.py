@@ -42,9 +42,10 @@ def _names(what: str) -> Iterable[tuple[str, str | None]]:
     if what == "settings":
         from moe_rl.config import RunConfig, fields_of, plain
 
-        fields = [*fields_of(RunConfig)]
-        defaults = {name: "required" if f.is_required() else repr(plain(f.get_default())) for name, f in fields}
-        return ((name, f"{defaults[name]}; {field.description or ''}") for name, field in fields)
+        return (
+            (name, f"{'required' if f.is_required() else repr(plain(f.get_default()))}; {f.description or ''}")
+            for name, f in fields_of(RunConfig)
+        )
     if what == "columns":
         from moe_rl.storage.columns import DICTIONARY
 

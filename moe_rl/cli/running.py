@@ -263,14 +263,15 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> li
     if beside(study, "check") is None:
         return []
     cautions: list[str] = []
+    other_trainer = beside(study, "command") is not None
     names = ("task", "model", "max_new_tokens", "eval_prompts", "prompts_per_step")
     different = {str([*(getattr(p.config, name) for name in names), p.config.cold_start.target]): p for p in planned}
     for p in different.values():
         lines, more = preview(p.config)
         cautions += more
-        if beside(study, "command"):  # of another trainer, whose memory is not ours
-            lines = [line for line in lines if line[0] not in ("memory", "step")]
         for name, text in lines:
+            if other_trainer and name in ("memory", "step"):  # those of ours
+                continue
             say(console, (f"{name:<8}", "bold"), f" {text}", wrap=True)
     paces = [pace for p in planned if (pace := runs.state(p.path).get("seconds_per_step"))]
     if paces:

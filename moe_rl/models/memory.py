@@ -204,9 +204,9 @@ def describe(run: RunConfig, time: int, ranks: int = 1) -> list[tuple[str, str]]
     for phase, terms in estimate_memory(run, sizes, time, ranks).items():
         parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in terms.items())
         largest = max(terms, key=lambda name: terms[name])
-        total = f"{sum(terms.values()) / 1e9:.3g} GB on each of {ranks} GPUs" if ranks > 1 else ""
-        total = total or f"{sum(terms.values()) / 1e9:.3g} GB on one GPU"
-        lines.append(("memory", f"{phase}: {total} ({parts}); largest: {largest}"))
+        where = f"each of {ranks} GPUs" if ranks > 1 else "one GPU"
+        text = f"{phase}: {sum(terms.values()) / 1e9:.3g} GB on {where} ({parts}); largest: {largest}"
+        lines.append(("memory", text))
     seconds = {phase: count / PEAK / SHARE / ranks for phase, count in count_operations(run, sizes, time).items()}
     text = ", ".join(f"{phase} {value:.2g} s" for phase, value in seconds.items())
     assumed = f"{SHARE:.0%} of {PEAK / 1e12:.0f} TFLOP/s (H100), {time} tokens a row; rollouts and traffic not counted"

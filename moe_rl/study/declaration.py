@@ -157,13 +157,14 @@ class Study:
     def with_settings(self, changes: Mapping[str, Any], conditions: Sequence[str] = ()) -> Study:
         """The study with another base. Raises ConfigError for a setting that a factor, or one of these of its
         `conditions` (default: all), gives values of its own."""
+        chosen = self.with_conditions(conditions).conditions
         for key in changes:
             if factor := next((name for name in self.factors if f"{key}.".startswith(f"{name}.")), None):
                 raise ConfigError(
                     f"{key} has no effect: study {self.name!r} gives the factor {factor} the values "
                     f"{', '.join(map(str, self.factors[factor]))}. Change them in its file."
                 )
-            for name, settings in self.with_conditions(conditions).conditions.items():
+            for name, settings in chosen.items():
                 if any(f"{key}.".startswith(f"{own}.") for own in settings):
                     raise ConfigError(
                         f"{key} cannot be set, because the condition {name!r} of study {self.name!r} sets it. Change "

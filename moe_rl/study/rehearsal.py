@@ -27,7 +27,7 @@ from moe_rl.seeds import PROMPTS, derive
 from moe_rl.storage.commits import check_rows
 from moe_rl.study.declaration import Planned
 from moe_rl.tasks.base import Environment, draw, held_out, load_task, rewards_of, split_of
-from moe_rl.tasks.rewards import TIMEOUTS
+from moe_rl.tasks.rewards import Reward
 from moe_rl.trainer import train_step
 
 LOOKED_AT, SECONDS = 512, 5.0
@@ -74,13 +74,10 @@ def preview(run: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
             f"{too_long} of {len(needed)} reference answers do not fit into max_new_tokens={run.max_new_tokens}. "
             f"Use max_new_tokens={max(needed)}."
         )
-    scored = [({name: x for name, x in getattr(r, "parts", {}).items() if name != TIMEOUTS}, p) for r, p in rewards]
-    unscored = [p for parts, p in scored if parts and not any(x is not None for x in parts.values())]
-    if unscored:
-        cautions.append(
-            f"{len(unscored)} of {len(rewards)} reference answers are not scored (None): their reward is 0."
-        )
-    if wrong := [(reward, p) for reward, p in rewards if reward < 1 and p not in unscored]:
+    scored = [(reward, p) for reward, p in rewards if not isinstance(reward, Reward) or reward.scored]
+    if unscored := len(rewards) - len(scored):
+        cautions.append(f"{unscored} of {len(rewards)} reference answers are not scored (None): their reward is 0.")
+    if wrong := [(reward, p) for reward, p in scored if reward < 1]:
         reward, p = min(wrong, key=lambda pair: pair[0])
         cautions.append(
             f"{len(wrong)} of {len(rewards)} reference answers have a reward below 1: {p.answer!r} to "

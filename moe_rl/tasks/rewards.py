@@ -33,6 +33,11 @@ class Reward(float):
 
     parts: Mapping[str, float | None] = {}
 
+    @property
+    def scored(self) -> bool:
+        """Whether any function gave it a number."""
+        return any(value is not None for name, value in self.parts.items() if name != TIMEOUTS)
+
 
 def columns_of(rewards: Iterable[float]) -> dict[str, float]:
     """The columns of rewards together: means over what was scored, and how often a limit was exceeded."""
@@ -88,7 +93,7 @@ class Functions:
             late = {TIMEOUTS: float(sum(returned[i] == LATE for returned in scores.values()))} if self.timeout else {}
             rewards.append(Reward(min(max((total - low) / (high - low), 0.0), 1.0)))
             rewards[i].parts = parts | late
-        if none := sum(all(value is None for value in map(r.parts.get, scores)) for r in rewards):
+        if none := sum(not r.scored for r in rewards):
             warnings.warn(f"no function scored {none} of {len(rewards)} completions: their reward is 0", stacklevel=2)
         return rewards
 

@@ -16,8 +16,6 @@ Message = dict[str, Any]
 Id = Annotated[int, Field(ge=0)]
 LogProb = Annotated[float, Field(gt=-1e6, le=1e-4)]
 """In nats; above 0 only by rounding."""
-KEYS = ("completion", "input", "output", "routed_experts")
-"""Other names of keys."""
 FORMS = ("tokens", "response_tokens", "messages", "response", "text")
 
 
@@ -110,7 +108,9 @@ def read_rollouts(
             value = "" if isinstance(first["input"], Mapping) else f"{first['input']!r:.200}: "
             keys = f"The keys are {', '.join(map(repr, entry)) or 'none'}."
             if first["type"] == "extra_forbidden":
-                unknown(f"key of {where}", key, (*model.model_fields, *KEYS))
+                aliases = (f.validation_alias for f in model.model_fields.values())
+                more = [name for a in aliases if isinstance(a, AliasChoices) for name in map(str, a.choices)]
+                unknown(f"key of {where}", key, {*model.model_fields, *more})
             raise ConfigError(f"{where}: {key and f'{key}: '}{value}{message}. {keys}") from error
         yield where, n, line
     if not count:
