@@ -18,9 +18,7 @@ from moe_rl import ranks
 from moe_rl.config import RunConfig
 from moe_rl.errors import ConfigError, Stopped, name_full_memory
 from moe_rl.models.load import (
-    PRESETS,
     LoadedModel,
-    check_weights,
     keep_routers_in,
     load,
     placement,
@@ -272,12 +270,10 @@ def _critic(run: RunConfig, start: LoadedModel) -> HFCritic:
 
 
 def _check_model(run: RunConfig) -> None:
-    """Raise ConfigError or RoutingError, without reading weights, for a device that is not there, a checkpoint that is
-    missing or damaged, and a model without a router."""
+    """Raise ConfigError or RoutingError, without weights, for a device that is not there, a configuration that is
+    missing, and a model without a router."""
     placement(run.model)
     model = skeleton(run.model)
-    if run.model.name not in PRESETS:
-        check_weights(run.model.name)
     layout_of(model).check()
     if run.model.router_dtype is not None:
         keep_routers_in(model, getattr(torch, run.model.router_dtype))

@@ -239,14 +239,22 @@ def preflight(study: Study, planned: Sequence[Planned], elsewhere: bool = False)
     """Why the comparison would be void, one sentence each, found before any process starts.
 
     Raises ConfigError for a task, model, loss or route source that cannot be used, or that breaks on a toy batch, and
-    for a trainer that is not there. Runs that go `elsewhere` may name a device that this machine lacks. The function
-    `check(run)` beside the study's trainer checks the runs; without one nothing is checked.
+    for a trainer that is not there. Runs that go `elsewhere` may name a device or weights that this machine lacks. The
+    function `check(run)` beside the study's trainer checks the runs; without one nothing is checked.
     """
     if (check := beside(study, "check")) is None:
         return []
+    from moe_rl.models.load import PRESETS, check_weights
     from moe_rl.study.rehearsal import on_this_machine, rehearse
 
     planned, cautions = on_this_machine(planned) if elsewhere else (planned, [])
+    for name in dict.fromkeys(p.config.model.name for p in planned if p.config.model.name not in PRESETS):
+        try:
+            check_weights(name)
+        except ConfigError as error:
+            if not elsewhere:
+                raise
+            cautions.append(f"{error} A plan does not need them, but the runs do.")
     # Runs that differ in their seeds alone would be checked, and their models laid out, again and again.
     distinct = {p.config.replace(seed=0, **{"cold_start.seed": 0}).hash: p.config for p in planned}
     parts = {str((p.config.arm, p.config.task, p.config.model, p.config.batches)): p.config for p in planned}

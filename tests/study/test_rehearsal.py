@@ -9,10 +9,13 @@ import pytest
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, MoeRlError
+from moe_rl.models.load import hf_config
+from moe_rl.models.tokens import byte_tokenizer
 from moe_rl.registry import Component
-from moe_rl.study import rehearsal
+from moe_rl.study import Study, rehearsal
 from moe_rl.study.declaration import Planned
 from moe_rl.study.rehearsal import on_this_machine, preview, rehearse
+from moe_rl.study.workers import preflight
 from tests.test_trainer import TINY
 
 CODE = """
@@ -183,3 +186,14 @@ def test_runs_for_another_machine_are_tried_on_this_processor_and_the_device_is_
     assert [p.config for p in here] == [run, run] and len(cautions) == 1 and "'cuda:99'" in cautions[0]
     with pytest.raises(ConfigError, match="'cudda' is unknown"):
         on_this_machine([Planned(Path("x"), run.replace(**{"model.device": "cudda"}))])
+
+
+def test_a_plan_needs_a_checkpoint_s_configuration_and_runs_its_weights(tmp_path):
+    hf_config(TINY.model).save_pretrained(tmp_path / "bare")
+    byte_tokenizer(512).save_pretrained(tmp_path / "bare")
+    run = TINY.replace(task="running_sums", **{"model.name": str(tmp_path / "bare"), "model.overrides": {}})
+    study = Study(name="bare", question="?", hypothesis="?", arms=("grpo",), base=run, seeds=(0,))
+    planned = study.runs(tmp_path)
+    assert any("holds no weights" in caution for caution in preflight(study, planned, elsewhere=True))
+    with pytest.raises(ConfigError, match="holds no weights"):
+        preflight(study, planned)
