@@ -10,7 +10,7 @@ A study declares its contrasts as linear forms over (condition, arm), and its ga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -299,6 +299,18 @@ class Both:
                 numbers = [cell for test, p in of_one for cell in (str(test.difference), f"{p:.2g}")]
                 words = "an effect" if signs in ({1}, {-1}) else "no effect by the rule"
                 yield [name, family, str(of_one[0][0].n), *numbers, words]
+
+    def verdict(self, frames: Frames) -> list[str]:
+        """The outcomes in words."""
+        return [
+            f"{family}: {name}: {words} ({first}, n = {n}, Holm p {p}; {second}, Holm p {other})"
+            for name, family, n, first, p, second, other, words in self.rows(frames)
+        ]
+
+
+def spoken(judged: Callable[[Frames], Iterable[tuple[Outcome, str]]]) -> Callable[[Frames], list[str]]:
+    """The verdict of a study, from its planned comparisons with the rule's words."""
+    return lambda frames: [one.worded(words) for one, words in judged(frames)]
 
 
 # ---------------------------------------------------------------------- tables

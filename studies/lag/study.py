@@ -33,6 +33,7 @@ study = Study(
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),
     comparisons=tuple((a.name, "grpo") for a in (replay, r3, gspo_short, tis, m2po, sat_r3)),
+    verdict="study.py:verdict",
     decision_rule="Endpoints: sampled and greedy exact match on 256 held-out prompts, each the mean of the "
     "evaluations after steps 30, 35, 40, 45, 50, of the weights of then; rewards of training are of weights that are "
     "as much older as the lag, so none is an endpoint. An effect counts only if both are decided with one sign. Harm: "
@@ -61,4 +62,5 @@ RULE = Both(
         "harm": {"grpo, lag 8 − lag 0": OLDEST["grpo"] - FRESH["grpo"]},
     },
 )
+verdict = RULE.verdict
 CORRECTED = "the 6 comparisons of an endpoint"

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, EARLIER, ENDPOINT, SECONDARY, crossed, grpo, gspo_short, replay  # noqa: E402
-from contrasts import NOTHING, Condition, Form, Outcome, Rule, Within  # noqa: E402
+from contrasts import NOTHING, Condition, Form, Outcome, Rule, Within, spoken  # noqa: E402
 
 from moe_rl.registry import Component  # noqa: E402
 from moe_rl.storage.frames import Frames  # noqa: E402
@@ -40,6 +40,7 @@ study = Study(
     metrics=("token_ess",),
     comparisons=tuple((a.name, "grpo") for a in (replay, gspo_short, weight, clip, no_weight))
     + (("gspo_short", "grpo-replay"),),
+    verdict="study.py:verdict",
     decision_rule="Primary endpoint: sampled exact match on 256 held-out prompts, mean of the evaluations after steps "
     "30, 35, 40, 45 and 50. Secondary: greedy exact match, likewise. Every value is the mean of lags 1 and 2 of one "
     "seed. Gate: token ESS of the step, mean over steps 26–50 and seeds at lag 2, is at most .90 in GRPO and at least "
@@ -89,3 +90,6 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
         (one, one.said.partition(":")[0] if passed or "grpo-replay" not in one.name else NOTHING)
         for one in RULE.outcomes(frames)["old rollouts"]
     ]
+
+
+verdict = spoken(judged)

@@ -33,6 +33,7 @@ study = Study(
     figures=(),
     further_endpoints=(SECONDARY,),
     comparisons=(("grpo-bounded", "grpo"), ("grpo-bounded-replay", "grpo-replay"), ("grpo-bounded", "grpo-replay")),
+    verdict="study.py:verdict",
     decision_rule="Endpoints and what counts as an effect are those of volatility_dial, at σ = 2 of its form weights: "
     "reward over steps 26–50 and greedy exact match of the five evaluations there, both decided with one sign, "
     "two-sided sign flips over 12 seeds, Holm at 5 % over two contrasts, each endpoint by itself: bounded − GRPO, and "
@@ -51,4 +52,5 @@ RULE = Both(
     (study.endpoint, *study.further_endpoints),
     {"σ = 2": {f"{a} − {b}": NOISY[a] - NOISY[b] for a, b in study.comparisons[:2]}},
 )
+verdict = RULE.verdict
 CORRECTED = "the 2 comparisons of an endpoint"

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, EARLIER, ENDPOINT, SECONDARY, SIXTY, crossed, dual, grpo, gspo_short  # noqa: E402
-from contrasts import NOTHING, VOID, Condition, Form, Gains, Outcome, Rule, values_of  # noqa: E402
+from contrasts import NOTHING, VOID, Condition, Form, Gains, Outcome, Rule, spoken, values_of  # noqa: E402
 
 from moe_rl.config import Arm  # noqa: E402
 from moe_rl.registry import Component  # noqa: E402
@@ -59,6 +59,7 @@ study = Study(
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),
     metrics=("token_ess", "token_kl_k3"),
+    verdict="study.py:verdict",
     decision_rule="Primary endpoint: sampled exact match on 256 held-out prompts, mean of the evaluations after steps"
     " 35, 40, 45, 50, 55 and 60. Secondary: greedy exact match, likewise. Harm: an arm with router noise − the same "
     "arm without; below 0, it is harmed. Every value is the mean of σ = .4 and 1 of one seed. Three planned "
@@ -136,6 +137,9 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     if not RULE.passed(frames):
         return [(one, VOID) for one in found]
     return [*((one, meaning(one)) for one in (interaction, protection)), (closed, of_the_gap(frames, closed))]
+
+
+verdict = spoken(judged)
 
 
 def meaning(one: Outcome) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, EARLIER, ENDPOINT, SECONDARY, SIXTY, dual, grpo, gspo_short, noise, replay  # noqa: E402
-from contrasts import LEVEL, NOTHING, VOID, Condition, Form, Gains, Outcome, Rule, median_kl  # noqa: E402
+from contrasts import LEVEL, NOTHING, VOID, Condition, Form, Gains, Outcome, Rule, median_kl, spoken  # noqa: E402
 
 from moe_rl.results.stats import holm  # noqa: E402
 from moe_rl.storage.frames import Frames  # noqa: E402
@@ -48,6 +48,7 @@ study = Study(
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),
     metrics=("token_kl_k3",),
+    verdict="study.py:verdict",
     decision_rule="Primary endpoint: sampled exact match on 256 held-out prompts, mean of the evaluations after steps"
     " 35, 40, 45, 50, 55 and 60. Secondary: greedy exact match, likewise. Gates: GRPO without noise ends above its "
     "cold start in the secondary endpoint, or the study is void; and at every scale GRPO's KL (k3, second half, "
@@ -111,6 +112,9 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
         *((one, "harm" if one.sign < 0 else otherwise(one)) for chain in harms.values() for one in chain),
         *((one, NOTHING if unmatched else of_a_slope(one, worst)) for one, worst in zip(slopes, harmed, strict=True)),
     ]
+
+
+verdict = spoken(judged)
 
 
 def otherwise(one: Outcome) -> str:

@@ -102,6 +102,7 @@ study = Study(
     figures=(),
     further_endpoints=(SECONDARY,),
     comparisons=(("grpo-replay", "grpo"), ("gspo_short", "grpo")),
+    verdict="study.py:verdict",
     decision_rule="Endpoints and what counts as an effect are those of volatility_dial. The seven named arms minus "
     "GRPO, 16 seeds, two-sided sign flips, Holm at 5 % over the seven, in each of quiet and dial by itself. All else "
     "is exploratory: further arms and those against the engine, 8 seeds, differences from GRPO of the same seeds with "
@@ -123,4 +124,5 @@ RULE = Both(
         for name in ("dial", "quiet")
     },
 )
+verdict = RULE.verdict
 CORRECTED = "the 7 methods of a condition and endpoint"

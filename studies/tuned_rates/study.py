@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, DIFFERS, ENDPOINT, SECONDARY, lagged, replay, with_clip  # noqa: E402
-from contrasts import VOID, Condition, Gains, Outcome, Rule  # noqa: E402
+from contrasts import VOID, Condition, Gains, Outcome, Rule, spoken  # noqa: E402
 
 from moe_rl.storage.frames import Frames  # noqa: E402
 from moe_rl.study import Study  # noqa: E402
@@ -56,6 +56,7 @@ study = Study(
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),
     metrics=("token_ess", "token_kl_k3"),
+    verdict="study.py:verdict",
     decision_rule="Primary endpoint: sampled exact match on 256 held-out prompts, mean of the evaluations after steps "
     "30, 35, 40, 45 and 50. Secondary: greedy exact match, likewise. Rates and clip ranges are those that the pilot "
     "chose on other seeds. The contrasts stand in this file (RULES): three within each lag; exact two-sided sign "
@@ -79,3 +80,6 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
         for lag, rule in RULES.items()
         for one in rule.outcomes(frames)[f"lag {lag}"]
     ]
+
+
+verdict = spoken(judged)

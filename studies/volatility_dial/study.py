@@ -34,6 +34,7 @@ study = Study(
     figures=(),
     further_endpoints=(SECONDARY,),
     comparisons=(("grpo-replay", "grpo"), ("gspo_short", "grpo")),
+    verdict="study.py:verdict",
     decision_rule="Endpoints: mean reward over steps 26–50, and greedy exact match on 256 held-out prompts, mean of "
     "the evaluations after steps 30, 35, 40, 45, 50. An effect counts only if both are decided with the same sign: "
     "two-sided sign flips over 16 seeds, Holm at 5 % over the two contrasts at σ = 2 of each form, each endpoint by "
@@ -63,4 +64,5 @@ RULE = Both(
     {form: {f"{a} − {b}": at[a] - at[b] for a, b in study.comparisons} for form, at in LARGEST.items()}
     | {f"{form}, harm": {f"grpo, σ = {LARGE:g} − 0": at["grpo"] - STILL["grpo"]} for form, at in LARGEST.items()},
 )
+verdict = RULE.verdict
 CORRECTED = "the 2 comparisons of a form and endpoint"

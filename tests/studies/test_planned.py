@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import lag_natural.study as lags
 import numpy as np
@@ -14,7 +15,9 @@ import router_noise_low.study as low
 from contrasts import NOTHING, VOID
 from router_noise_low.study import OTHERS, ROUTERS
 
-from moe_rl.storage.frames import Frames
+from moe_rl.results.summary import verdict_of
+from moe_rl.storage.frames import Frames, load_study
+from moe_rl.study.declaration import read_declaration
 
 SEEDS = range(12)
 LEVEL, START = 0.6, 0.5
@@ -213,3 +216,13 @@ def test_the_gate_asks_for_spread_ratios_that_replay_restores(live, replayed, pa
     assert [name for name, words in said.items() if words == NOTHING] == (
         [] if passed else ["grpo-replay − grpo", "gspo_short − grpo-replay"]
     )
+
+
+STORED = sorted(file.parent for file in (Path(low.__file__).parents[1]).glob("*/study.json"))
+
+
+@pytest.mark.parametrize("folder", STORED, ids=lambda folder: folder.name)
+def test_the_verdict_of_a_committed_study_can_be_shown(folder):
+    declared = read_declaration(folder, trust=True)
+    sentences = verdict_of(load_study(folder), declared)
+    assert bool(sentences) == bool(declared["verdict"]) and not any("none from" in one for one in sentences)
