@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 COLUMNS = {"factors": "condition", "site": "moe_layer"}
 FAMILY = re.compile(r"^(engine_\w+_)natural(?=_|$)")
 KEYS = {"cells": "conditions"}
-FIGURES = {"learning_by_cell": "learning_by_condition"}
+FIGURES = {"learning_by_cell": "learning"}
 Names = Mapping[str, str]
 
 

@@ -427,8 +427,7 @@ FIGURES: dict[str, Draw] = {
     draws.__name__: draws
     for draws in (learning, clipping, expert_change, ratio_spread, variance_shares, engine_mismatch, ratios, layers)
 }
-FIGURES["learning_by_condition"] = learning
-TOGETHER = ("learning_by_condition", "ratios", "layers")
+TOGETHER = ("learning", "ratios", "layers")
 """Figures of all conditions, as `against:…` are. The page of every study shows them."""
 
 

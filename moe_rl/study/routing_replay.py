@@ -35,7 +35,7 @@ study = Study(
     seeds=(0, 1, 2),
     # The lag of rollouts, in steps of 8 updates. With a lag of 2 token ratios spread without any noise.
     conditions={"lag=0": {}, "lag=2": {"batches": Component("lagged", lag=2)}},
-    figures=("learning_by_condition", "learning", "clipping", "expert_change", "ratio_spread", "variance_shares"),
+    figures=("learning", "clipping", "expert_change", "ratio_spread", "variance_shares"),
     endpoint="sampled exact match, second half",
     further_endpoints=("greedy exact match, second half",),
     decision_rule="None: this study shows what the measurements look like. A claim needs more initial models and "

@@ -83,14 +83,12 @@ def test_the_figure_draws_every_seed_and_the_mean_over_seeds_on_a_log_axis():
 
 
 def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_only_when_asked():
-    names, conditions = ["learning", "against:optimizer.lr"], ["a=1", "a=2"]
-    assert figures.plan_figures(names, conditions) == [("against:optimizer.lr", None)]
-    assert figures.plan_figures(names, conditions, every=True) == [
-        ("against:optimizer.lr", None),
-        ("learning", "a=1"),
-        ("learning", "a=2"),
-    ]
-    assert figures.plan_figures(["learning", "clipping"], ["base"]) == [("learning", "base"), ("clipping", "base")]
+    names, conditions = ["clipping", "learning", "against:optimizer.lr"], ["a=1", "a=2"]
+    together = [("learning", None), ("against:optimizer.lr", None)]
+    assert figures.plan_figures(names, conditions) == together
+    each = [("clipping", "a=1"), ("clipping", "a=2")]
+    assert figures.plan_figures(names, conditions, every=True) == together + each
+    assert figures.plan_figures(["learning", "clipping"], ["base"]) == [("learning", None), ("clipping", "base")]
     assert figures.file_name("against:optimizer.lr:own") == "against_optimizer.lr_own"
 
 

@@ -145,7 +145,7 @@ def test_rows_of_other_arms_and_seeds_are_in_the_legend_and_in_the_note():
 
     parts = zip(condition(few, "quiet", ARMS[:2]), condition(more, "moved", ARMS[2:]), strict=True)
     runs, *tables = (pd.concat(both, ignore_index=True) for both in parts)
-    figure = figures.FIGURES["learning_by_condition"](Frames(runs, dict(zip(few.tables, tables, strict=True))), ARMS)
+    figure = figures.learning(Frames(runs, dict(zip(few.tables, tables, strict=True))), ARMS)
     legend = figure.legends[0]
     assert set(ARMS) <= {text.get_text() for text in legend.get_texts()}
     note = " ".join(legend.get_title().get_text().split())

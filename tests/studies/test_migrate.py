@@ -52,7 +52,7 @@ def test_old_names_are_refused_and_renamed_without_another_change(old):
     pd.testing.assert_frame_equal(after.drop(columns="arm"), before["steps"].drop(columns="arm"), check_exact=True)
     assert str(after["engine_kl_k3_natural"].tolist()) == "[nan, -0.0]"
     assert declared["conditions"] == {"base": {"arms": ["gspo_short"]}}
-    assert declared["figures"] == ["learning_by_condition"] and declared["comparisons"] == [["gspo_short", "grpo"]]
+    assert declared["figures"] == ["learning"] and declared["comparisons"] == [["gspo_short", "grpo"]]
     assert declared["decision_rule"] == "natural, all cells", "a declared text stays"
 
 
