@@ -11,6 +11,7 @@ from moe_rl.cli.listing import LISTS, WIDTH
 from moe_rl.cli.running import _with_settings
 from moe_rl.config import Arm, RunConfig, parse_settings
 from moe_rl.errors import ConfigError
+from moe_rl.registry import import_component
 from moe_rl.study.routing_replay import study
 
 HAS = {
@@ -97,3 +98,22 @@ def test_the_task_of_the_command_line_wins_and_takes_the_options_of_the_file(tmp
         task="running_sums", policy=None, file=tmp_path / "own.toml", settings=[], condition=[]
     )
     assert str(_with_settings(study, options).base.task) == task
+
+
+def test_a_preset_is_listed_with_its_size(capsys):
+    cli.main(["list", "models"])
+    tiny = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("qwen3_moe-tiny "))
+    assert "0.7 M parameters, 6 MoE layers, top-2 of 16" in tiny
+
+
+@pytest.mark.parametrize("word, says", [("--dryrun", "--dry-run"), ("more", "'more'")])
+def test_what_a_command_does_not_take_is_named_with_what_it_has(capsys, word, says):
+    assert cli.main(["run", "routing_replay", word]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "usage:" not in said
+
+
+def test_every_argument_of_every_command_has_help():
+    for module_and_name, _ in cli.COMMANDS.values():
+        command = import_component("command", module_and_name, module_and_name)
+        assert all(settings.get("help") for _, settings in command.arguments), module_and_name

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Any
 
-from moe_rl.errors import MoeRlError
+from moe_rl.errors import ConfigError, MoeRlError
 from moe_rl.storage.terminal import harmless
 
 COMMANDS = {
@@ -63,7 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words and (now := MOVED.get(words[0])):
             print(f"moe-rl: {words[0]} is called {now} now. The old name works until 0.3.", file=sys.stderr)
             words[:1] = now.split()
-        options = parser_of(words).parse_args(words)
+        options, others = parser_of(words).parse_known_args(words)
+        if others:
+            from moe_rl.registry import unknown
+
+            flags = [flag for names, _ in options.action.arguments for flag in names if flag.startswith("-")]
+            if others[0].startswith("-"):
+                unknown("option", others[0], ["--help", *flags])
+            raise ConfigError(f"{others[0]!r} is one argument too many. Add --help to see what the command takes.")
         return options.action(options)
     except MoeRlError as error:
         print(f"moe-rl: {harmless(str(error))}", file=sys.stderr, flush=True)

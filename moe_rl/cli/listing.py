@@ -38,7 +38,8 @@ def _names(what: str) -> Iterable[tuple[str, str | None]]:
         from moe_rl.config import SHIPPED
         from moe_rl.models.load import PRESETS
 
-        return [(name, "untrained") for name in PRESETS] + [(name, "trained") for name in [*SHIPPED, "<checkpoint>"]]
+        presets = [(name, f"untrained: {_size(name)}") for name in PRESETS]
+        return [*presets, *((name, "trained") for name in [*SHIPPED, "<checkpoint>"])]
     if what == "settings":
         from moe_rl.config import RunConfig, fields_of, plain
 
@@ -59,6 +60,17 @@ def _names(what: str) -> Iterable[tuple[str, str | None]]:
 
     across = (f"{ACROSS}<factor>[:<metric>]", "the endpoint, or another metric, over a factor")
     return [*((name, figure.__doc__) for name, figure in FIGURES.items()), across]
+
+
+def _size(preset: str) -> str:
+    from moe_rl.config import ModelConfig
+    from moe_rl.models.load import skeleton
+    from moe_rl.routing.moe_layers import layout_of
+
+    model = skeleton(ModelConfig(name=preset))
+    layout, parameters = layout_of(model), sum(weight.numel() for weight in model.parameters())
+    experts = layout.moe_layers[0].num_experts
+    return f"{parameters / 1e6:.1f} M parameters, {len(layout.moe_layers)} MoE layers, top-{layout.top_k} of {experts}"
 
 
 @verb(

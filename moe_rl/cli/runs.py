@@ -17,7 +17,7 @@ from moe_rl.metrics.rounding import number
 
 
 @verb(
-    argument("folder", type=Path, nargs="?", default=Path("runs")),
+    argument("folder", type=Path, nargs="?", default=Path("runs"), help="any folder above runs (default: runs)"),
     examples="""
   moe-rl runs list                               every run below runs/
   moe-rl runs list runs/routing_replay/gspo_short   one arm""",
@@ -43,7 +43,7 @@ def list_runs(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("run", type=Path),
+    argument("run", type=Path, help="folder of a run"),
     examples="""
   moe-rl runs show runs/routing_replay/gspo_short/lag=0/seed=0
                                 configuration, versions and the last rows""",
@@ -74,7 +74,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("run", type=Path),
+    argument("run", type=Path, help="folder of a run"),
     argument("--step", metavar="N[:M]", help="a step, or a range of steps (default: the last stored)"),
     argument("--sort", default="reward", metavar="BY", help="or length, ratio, advantage, clipped, flips or step"),
     argument("--best", type=int, metavar="N", help="the N highest of all steps, or of --step"),
@@ -121,8 +121,8 @@ def _range(text: str | None) -> tuple[int, int] | None:
 
 
 @verb(
-    argument("a", type=Path),
-    argument("b", type=Path),
+    argument("a", type=Path, help="folder of a run"),
+    argument("b", type=Path, help="folder of another run"),
     examples="""
   moe-rl runs diff runs/x/gspo/base/seed=0 again/x/gspo/base/seed=0
 Exit code: 0 if all values are equal, 1 if not. It ignores seconds_* and

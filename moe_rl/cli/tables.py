@@ -179,7 +179,7 @@ def collect(options: argparse.Namespace) -> int:
 
 
 @verb(
-    argument("folder", type=Path),
+    argument("folder", type=Path, help="any folder above runs"),
     argument(
         "--to",
         default="csv",

@@ -54,7 +54,7 @@ def print_plan(console: Console, study: Study, planned: Sequence[Planned], jobs:
         wrap=True,
     )
     for arm in {p.config.arm.name: p.config.arm for p in planned}.values():
-        say(console, (f"arm {arm.name}", "bold"), f": {spell_out(arm)}", wrap=True)
+        say(console, (f"arm {arm.name}", "bold"), f": {spell_out(arm)}")
     for p in planned:
         runs.check(p.path, p.config.to_dict(), p.config.hash)
         now = runs.state(p.path, p.config.steps)

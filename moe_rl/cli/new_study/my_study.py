@@ -34,5 +34,6 @@ study = Study(
     endpoint="reward, second half",
     comparisons=(("mine", "grpo"), ("mine-replayed", "mine")),
     decision_rule="A comparison counts if its 95 % interval, Holm-adjusted over both, excludes 0.",
-    seconds_per_step=0.4,  # on one core, for the estimate of --dry-run
+    seconds_per_step=0.4,  # on one core, and of each seed's warm-up: for the estimate of --dry-run
+    seconds_of_warm_up=20,
 )
