@@ -8,7 +8,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from moe_rl.objectives.methods_page import row
-from moe_rl.storage.provenance import processor
 
 PAGE = Path(__file__).with_name("versions.md")
 READ = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
@@ -22,12 +21,12 @@ def line_of(environment: Path) -> str:
     suite = ElementTree.parse(environment / "result.xml").getroot()[0].attrib
     failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
     numbers = [f"{n:,}" for n in (int(suite["tests"]) - failed - skipped, failed, skipped)]
-    return row(f"{package} {tested}", *others, suite["timestamp"][:10], processor(), *numbers)
+    return row(f"{package} {tested}", *others, suite["timestamp"][:10], *numbers)
 
 
 def updated(page: str, lines: list[str]) -> str:
     """The page with these rows; of one package in one version, beside the same others, the last row is left."""
-    text, rule, rows = page.partition("|---|---|---|---|---|---|---|---|\n")
+    text, rule, rows = page.partition("|---|---|---|---|---|---|---|\n")
     table = {tuple(line.split("|")[1:4]): line for line in [*rows.splitlines(), *lines]}
     return text + rule + "\n".join(sorted(table.values())) + "\n"
 
