@@ -6,9 +6,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, DIFFERS, ENDPOINT, SECONDARY, grpo, gspo_short, lagged, replay  # noqa: E402
-from contrasts import Condition, Gains, Rule  # noqa: E402
+from contrasts import VOID, Condition, Form, Gains, Outcome, Rule, spoken  # noqa: E402
 
 from moe_rl.objectives.methods import arm  # noqa: E402
+from moe_rl.storage.frames import Frames  # noqa: E402
 from moe_rl.study import Study  # noqa: E402
 
 LAG = 2
@@ -22,14 +23,11 @@ METHODS = (replay, gspo_short, tis, gspo_tis, anchor, anchor_r3)
 tuned, high = (Condition(f"rate={rate:g}") for rate in RATES)
 
 
-def family(condition: Condition) -> dict:
+def family(condition: Condition) -> dict[str, Form]:
     """The planned contrasts within one condition."""
-    against_grpo = {f"{a.name} − grpo": condition[a.name] - condition["grpo"] for a in METHODS}
-    return against_grpo | {
-        "grpo-anchor-r3 − grpo-anchor": condition["grpo-anchor-r3"] - condition["grpo-anchor"],
-        "gspo-tis − grpo-tis": condition["gspo-tis"] - condition["grpo-tis"],
-        "grpo-anchor − gspo_short": condition["grpo-anchor"] - condition["gspo_short"],
-    }
+    pairs = [(a.name, "grpo") for a in METHODS]
+    pairs += [("grpo-anchor-r3", "grpo-anchor"), ("gspo-tis", "grpo-tis"), ("grpo-anchor", "gspo_short")]
+    return {f"{a} − {b}, {condition.name}": condition[a] - condition[b] for a, b in pairs}
 
 
 RULES = {
@@ -49,6 +47,8 @@ RULES = {
     ),
 }
 
+CORRECTED = "Holm over the nine comparisons of a rate, and over the three between rates"
+
 study = Study(
     name="stale_or_spread",
     question="With rollouts two steps old: does a method gain by correcting for the policy that sampled (TIS, a ratio "
@@ -66,6 +66,7 @@ study = Study(
     endpoint=ENDPOINT,
     further_endpoints=(SECONDARY,),
     metrics=("token_ess", "token_kl_k3"),
+    verdict="study.py:verdict",
     decision_rule="Primary endpoint: sampled exact match on 256 held-out prompts, mean of the evaluations after steps "
     "30, 35, 40, 45 and 50. Secondary: greedy exact match, likewise. The contrasts stand in this file (RULES): nine "
     "within each rate, three between rates; exact two-sided sign flips over seeds, Holm at 5 % within each of the "
@@ -83,3 +84,16 @@ study = Study(
     cost="224 runs of 50 steps; warm-ups of 16 seeds come on top.",
     seconds_per_step=0.55,
 )
+
+
+def judged(frames: Frames) -> list[tuple[Outcome, str]]:
+    """The planned comparisons with the rule's words; void where a gate is failed."""
+    return [
+        (one, one.said.partition(":")[0] if rule.passed(frames) else VOID)
+        for rule in RULES.values()
+        for found in rule.outcomes(frames).values()
+        for one in found
+    ]
+
+
+verdict = spoken(judged)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from contrasts import Rule
 from matplotlib.figure import Figure
 from tuned_rates.study import RULES
 
@@ -10,18 +13,24 @@ from moe_rl.results.summary import metric
 from moe_rl.storage.frames import Frames
 
 
-@plots.styled
 def draw(frames: Frames) -> Figure:
     """Every planned difference, in both endpoints."""
-    figure, axes = plots.new_figure(2, "Who gains when every method has its own best rate and clip range?", width=12)
-    forms = {name: form for lag, rule in RULES.items() for name, form in rule.families[f"lag {lag}"].items()}
+    title = "Who gains when every method has its own best rate and clip range?"
+    return draw_rules(frames, RULES.values(), title)
+
+
+@plots.styled
+def draw_rules(frames: Frames, rules: Iterable[Rule], title: str) -> Figure:
+    """Every contrast of the rules, in both endpoints, which the rules share."""
+    figure, axes = plots.new_figure(2, title, width=12)
+    rules = [*rules]
+    forms = {name: form for rule in rules for family in rule.families.values() for name, form in family.items()}
     arms = ["grpo", "grpo-replay", "gspo_short"]
     colours = {name: plots.colour_of("gspo_short" if "gspo" in name else "grpo-replay", arms) for name in forms}
-    (first, *_) = RULES.values()
-    for ax, endpoint in zip(axes, (first.endpoint, first.secondary), strict=True):
-        note = plots.rows_of(ax, {name: form.values(frames, endpoint) for name, form in forms.items()}, colours)
-        ax.axvspan(-first.margin, first.margin, color=plots.GREY, alpha=0.15)
+    for ax, endpoint in zip(axes, (rules[0].endpoint, rules[0].secondary), strict=True):
+        rows = plots.rows_of(ax, {name: form.values(frames, endpoint) for name, form in forms.items()}, colours)
+        ax.axvspan(-rules[0].margin, rules[0].margin, color=plots.GREY, alpha=0.15)
         ax.axvline(0, color="black", linewidth=1)
         ax.set(title=metric(endpoint).name, xlabel="difference; shaded: the margin")
         ax.grid(axis="y", visible=False)
-    return plots.finish(figure, axes, f"steps 26–50; {note}", legend=False)
+    return plots.finish(figure, axes, f"steps 26–50; {rows}", legend=False)
