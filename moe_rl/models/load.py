@@ -216,7 +216,10 @@ def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> Pre
         if key not in known:
             unknown(f"setting of the {model_type} configuration", key, known)
     overrides = {config_class.attribute_map.get(key, key): value for key, value in model_config.overrides.items()}
-    return config_class(**{**settings, **overrides})
+    try:
+        return config_class(**{**settings, **overrides})
+    except Exception as error:  # of huggingface_hub's validators, which share no base with ValueError
+        raise ConfigError(f"model.overrides={model_config.overrides}: {error}") from error
 
 
 def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedModel:

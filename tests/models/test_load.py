@@ -126,6 +126,7 @@ def test_overrides_apply_under_either_of_a_settings_names():
     "config, said",
     [
         (ModelConfig(overrides={"num_expert": 4}), "num_experts"),
+        (ModelConfig(overrides={"num_hidden_layers": "six"}), "six"),
         (ModelConfig(name="qwen3moe-tiny"), "did you mean qwen3_moe-tiny"),
         (ModelConfig(name="./nowhere"), "./nowhere"),
         (ModelConfig(name="/no/such/folder"), "'/no/such/folder'"),
