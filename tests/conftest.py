@@ -143,6 +143,14 @@ def tokens():
     return torch.randint(3, 48, (4, 9), generator=torch.Generator().manual_seed(7))
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    """This process as the only rank of a group."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def pretend_installed(monkeypatch, package: str) -> None:
     """As if a package were installed."""
     find = importlib.util.find_spec

@@ -6,17 +6,20 @@ other, in as many forwards, since each of them gathers the parameters of a layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -25,13 +28,14 @@ from moe_rl.config import ModelConfig, Optimizer, RunConfig
 from moe_rl.errors import ConfigError
 from moe_rl.integrations.cpu_kernels import use_cpu_kernels
 from moe_rl.integrations.on_ranks import check_spread, from_rank_0, shared_rows
+from moe_rl.models.adapters import ATTENTION, adapter_weights, add_adapters, draw_adapters
 from moe_rl.models.compilation import check_backend, compile_parts, decoder_layers, try_parts
 from moe_rl.models.load import LoadedModel, keep_routers_in, skeleton
 from moe_rl.models.master_weights import is_narrow
 from moe_rl.models.vocabulary import head_is_apart
 from moe_rl.objectives import Objective
-from moe_rl.policies.hf import HFPolicy, Rows, cut, fill_rows, join, settings_of
-from moe_rl.registry import checked, needs
+from moe_rl.policies.hf import HFPolicy, Rows, check_adapters, cut, fill_rows, join, settings_of
+from moe_rl.registry import Positive, checked, needs
 from moe_rl.rollouts.engine import check_dtype
 from moe_rl.routing.moe_layers import find_moe_layers, router_parameters
 from moe_rl.routing.router_noise import Noise
@@ -47,10 +51,11 @@ def _check(
     *,
     compute_dtype: str | None = None,
     reduce: str = "micro_batch",
-    master_weights: bool = True,
     compile: str | None = None,
+    **options: Any,
 ) -> None:
     check_backend(compile)
+    check_adapters(run, **options)
     check_spread(run, "a critic is a whole model of one process, and is not cut over ranks")
     check_dtype("policy.compute_dtype", compute_dtype)
     if reduce not in REDUCE:
@@ -74,15 +79,24 @@ def fsdp(
     reduce: str = "micro_batch",
     master_weights: bool = True,
     compile: str | None = None,
+    lora: PositiveInt | None = None,
+    lora_alpha: Positive = 32.0,
+    lora_targets: Sequence[str] = ATTENTION,
 ) -> FSDPPolicy:
     """The policy `fsdp`: hf cut by FSDP2, each process a part of every layer. `compute_dtype`: in which forwards and
     backwards compute (default: `model.dtype`); routers compute in `model.router_dtype`, if it is set. Weights, sums of
     gradients and moments are float32, 16 bytes a parameter. `master_weights=False` keeps them in `model.dtype`, and
     loses most small steps in bfloat16. `reduce`: ranks add up their gradients after every `micro_batch`, or once per
-    `update`, for which every rank holds the gradients of the whole model. `compile`: as for `hf`."""
+    `update`, for which every rank holds the gradients of the whole model. `compile`, `lora`, `lora_alpha` and
+    `lora_targets`: as for `hf`; the weights that adapters freeze stay in `model.dtype`."""
     weights, config = start.weights() if start else None, run.model
     if master_weights and is_narrow(getattr(torch, config.dtype)):
-        config, compute_dtype = config.replace(dtype="float32"), compute_dtype or config.dtype
+        compute_dtype = compute_dtype or config.dtype
+        config = config if lora else config.replace(dtype="float32")
+    adapt = None
+    if lora and not frozen:
+        drawn: dict[str, Any] = {"seed": run.cold_start.seed, "wide": master_weights}
+        adapt = partial(add_adapters, rank=lora, alpha=lora_alpha, targets=lora_targets, **drawn)
     return FSDPPolicy(
         config,
         weights,
@@ -90,6 +104,7 @@ def fsdp(
         compute_dtype=compute_dtype,
         reduce=reduce,
         compile=compile,
+        adapt=adapt,
         **settings_of(run, frozen),
     )
 
@@ -101,7 +116,8 @@ class FSDPPolicy(HFPolicy):
 
     `compute_dtype` is that of forwards and backwards; weights, sums of gradients and moments keep the dtype of
     `config`. Routers with a dtype of their own (`config.router_dtype`) compute in it. With `reduce="update"` gradients
-    are added up over ranks once per update. Further settings are those of `HFPolicy`.
+    are added up over ranks once per update. `adapt` puts adapters into a model. Further settings are those of
+    `HFPolicy`.
     """
 
     from_rank_0 = staticmethod(from_rank_0)
@@ -115,10 +131,12 @@ class FSDPPolicy(HFPolicy):
         compute_dtype: str | None = None,
         reduce: str = "micro_batch",
         compile: str | None = None,
+        adapt: Callable[[nn.Module], None] | None = None,
         **settings: Any,
     ):
         self.reduce = reduce
-        super().__init__(sharded(config, start, compute_dtype, compile), optimizer, master_weights=False, **settings)
+        model = sharded(config, start, compute_dtype, compile, adapt)
+        super().__init__(model, optimizer, master_weights=False, **settings)
         self._head_is_apart = head_is_apart(self.model)  # now, since all ranks take part
 
     # ------------------------------------------------------------------ the verbs
@@ -140,7 +158,13 @@ class FSDPPolicy(HFPolicy):
         """Read what `save` wrote on as many ranks (bit-exact) or on others."""
         state = self._state()
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=False),  # adapters have no more; `dcp.load` asks for all of `state`
+        )
         self.updates = state["updates"]
 
     # ------------------------------------------------------------------ how
@@ -187,7 +211,7 @@ class FSDPPolicy(HFPolicy):
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "updates": self.updates}
+        return {"model": adapter_weights(self.model) or model, "optimizer": optimizer, "updates": self.updates}
 
 
 def _order(batch: Rollouts) -> Tensor:
@@ -214,10 +238,17 @@ def sharded(
     start: Mapping[str, Tensor] | None,
     compute_dtype: str | None = None,
     compile: str | None = None,
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """A model of which every rank holds a part of each parameter: every decoder layer is gathered by itself when it
-    runs, and what is left of the model as one. Its weights are those of `start`, on rank 0. Collective."""
+    runs, and what is left of the model as one. Its weights are those of `start`, on rank 0. A group has one dtype, but
+    what `adapt` freezes may have another. Collective."""
     model: Any = skeleton(config)
+    layers = layers_of(model)
+    if adapt is not None:
+        adapt(model)
+        if start is not None:
+            start = ChainMap(draw_adapters(skeleton(config), adapt), start)  # type: ignore[arg-type]  # only read
     device = ranks.device(config.device)
     # Given up after every forward, the root's too, which else would keep plain whole tensors among the parameters.
     every: dict[str, Any] = {"mesh": init_device_mesh(device.type, (ranks.world(),)), "reshard_after_forward": True}
@@ -230,7 +261,7 @@ def sharded(
         for moe_layer in find_moe_layers(model):  # a group has one dtype
             fully_shard(moe_layer.module, **every)
     parts = {} if compile is None else compile_parts(model, compile, getattr(torch, compute_dtype or config.dtype))
-    for layer in layers_of(model):
+    for layer in layers:
         fully_shard(layer, **usual)
     fully_shard(model, **usual)
     for module in model.modules():
@@ -251,7 +282,7 @@ def take_over(model: nn.Module, start: Mapping[str, Tensor] | None) -> None:
     """Give a sharded model weights and buffers that rank 0 has, tensor by tensor. Collective."""
     for name, mine in (dict(model.named_buffers()) | model.state_dict()).items():
         full = (
-            start[name].to(mine.device, mine.dtype).contiguous()
+            start[name.replace(".base_layer.", ".")].to(mine.device, mine.dtype).contiguous()
             if start is not None
             else torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
         )

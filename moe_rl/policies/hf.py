@@ -41,7 +41,7 @@ from moe_rl.policies.optimizer import (
     take_step,
     write_state,
 )
-from moe_rl.registry import Positive, checked
+from moe_rl.registry import Component, Positive, checked
 from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.moe_layers import find_moe_layers
@@ -56,27 +56,28 @@ WEIGHTS, MOMENTS, GRADIENT = "model.safetensors", "optimizer.pt", "gradient.pt"
 BIAS = "e_score_correction_bias"
 
 
-def _check(
-    run: RunConfig,
-    *,
-    compile: str | None = None,
-    lora: int | None = None,
-    lora_targets: Sequence[str] = ATTENTION,
-    **options: Any,
+def check_adapters(
+    run: RunConfig, *, lora: int | None = None, lora_targets: Sequence[str] = ATTENTION, **options: Any
 ) -> None:
-    check_backend(compile)
-    if run.optimizer.name == "adamw_8bit":
-        adamw_8bit()
+    """Raise ConfigError for options of adapters that the model or other settings of the run contradict."""
+    policy = Component.of(run.policy).name
     if lora:
         add_adapters(skeleton(run.model), lora, 1.0, lora_targets, 0)
     if lora is None and (lora_targets != ATTENTION or "lora_alpha" in options):
-        raise ConfigError("policy='hf': lora_alpha and lora_targets need a rank, e.g. lora=16")
+        raise ConfigError(f"policy={policy!r}: lora_alpha and lora_targets need a rank, e.g. lora=16")
     noise, changed = run.router_noise, run.optimizer.router_lr_scale != 1 or run.optimizer.loss_free_bias
     if lora and (changed or noise.scale and noise.direction == "last_step"):
         raise ConfigError(
-            "policy='hf(lora=…)' trains adapters alone, so routers stay as they are. Leave optimizer.router_lr_scale, "
-            "optimizer.loss_free_bias and router_noise.direction='last_step' out."
+            f"policy='{policy}(lora=…)' trains adapters alone, so routers stay as they are. Leave "
+            "optimizer.router_lr_scale, optimizer.loss_free_bias and router_noise.direction='last_step' out."
         )
+
+
+def _check(run: RunConfig, *, compile: str | None = None, **options: Any) -> None:
+    check_backend(compile)
+    if run.optimizer.name == "adamw_8bit":
+        adamw_8bit()
+    check_adapters(run, **options)
     if ranks.planned() > 1:
         raise ConfigError(
             f"policy='hf' runs in one process, but this run has {ranks.planned()}. Leave torchrun or "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_rl import ranks
 from moe_rl.config import Optimizer
 from moe_rl.errors import ConfigError, Diverged, RunError
-from moe_rl.models.adapters import find_layers
+from moe_rl.models.adapters import adapter_weights
 from moe_rl.models.master_weights import TrainedWeights, is_narrow
 from moe_rl.routing.moe_layers import router_parameters
 from moe_rl.seeds import derive
@@ -151,8 +151,8 @@ def write_state(
     from safetensors.torch import save_file, save_model
 
     to.parent.mkdir(parents=True, exist_ok=True)
-    if find_layers(weights.model):
-        save_file({name: p.detach() for name, p in weights.model.named_parameters() if p.requires_grad}, to)
+    if adapters := adapter_weights(weights.model):
+        save_file(adapters, to)
     else:
         save_model(weights.model, str(to))
     state: dict[str, Any] = {"optimizer": optimizer.state_dict(), "updates": updates}
@@ -176,11 +176,10 @@ def read_state(
             f"{moments} holds {len(masters)} float32 master weights, but this policy has {len(weights.masters)}. Go on "
             "with the same master_weights, or begin a new run."
         )
-    if find_layers(weights.model):
+    if adapters := adapter_weights(weights.model):
         stored = load_file(file, device=str(device))
-        for name, mine in weights.model.named_parameters():
-            if mine.requires_grad:
-                mine.copy_(stored[name])
+        for name, mine in adapters.items():
+            mine.copy_(stored[name])
     else:
         load_model(weights.model, str(file), device=str(device))
     for master, saved in zip(weights.masters.values(), masters, strict=True):

@@ -344,8 +344,10 @@ def carry_out(run: RunConfig, path: Path, cache: Path) -> None:
         execute(run, SharedFolder(opened), cache=cache)
 
 
-def killed(world: int, folder: Path, name: str, verb: str, call: int, victims: Collection[int]) -> list[int]:
-    """Exit codes of ranks that begin the last arm, and of which some are killed as they are about to call a verb of
+def killed(
+    world: int, folder: Path, name: str, verb: str, call: int, victims: Collection[int], run: RunConfig = LAST
+) -> list[int]:
+    """Exit codes of ranks that begin a run, and of which some are killed as they are about to call a verb of
     their policy for the `call`-th time."""
 
     def begin(folder: Path) -> dict:
@@ -357,7 +359,7 @@ def killed(world: int, folder: Path, name: str, verb: str, call: int, victims: C
             return real(*given, **named)
 
         setattr(FSDPPolicy, verb, deadly)
-        carry_out(LAST, folder / name, folder)
+        carry_out(run, folder / name, folder)
         return {}
 
     return exit_codes(world, folder, begin)

@@ -88,6 +88,7 @@ def test_sizes_are_those_of_the_published_models(olmoe, qwen):
         ("hf(master_weights=False)", "bfloat16", 1, 8),
         ("hf(lora=16)", "bfloat16", 1, 2),
         ("fsdp(compute_dtype=bfloat16)", "float32", 8, 2),
+        ("fsdp(lora=16)", "bfloat16", 8, 2 / 8),
     ],
 )
 def test_bytes_a_parameter(qwen, policy, dtype, ranks, bytes_each):
@@ -103,8 +104,9 @@ def test_operations_by_hand(qwen):
     assert per_token == pytest.approx(18.25e9 + 9.66e9, rel=0.01)
     again = count_operations(run.replace(activation_checkpointing=True), qwen, 4096)["update"]
     assert again / 4096 == pytest.approx(per_token * 8 / 6)
-    adapters = count_operations(run.replace(policy="hf(lora=16)"), qwen, 4096)["update"]
-    assert adapters / 4096 == pytest.approx(per_token * 4 / 6)
+    for policy in ("hf(lora=16)", "fsdp(lora=16)"):
+        adapters = count_operations(run.replace(policy=policy), qwen, 4096)["update"]
+        assert adapters / 4096 == pytest.approx(per_token * 4 / 6)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.model_type)

@@ -9,10 +9,12 @@ from transformers import AutoModelForCausalLM
 from moe_rl.build import check
 from moe_rl.config import Arm, ModelConfig, Optimizer, RouterNoise
 from moe_rl.errors import ConfigError, RunError
+from moe_rl.integrations.fsdp import fsdp
 from moe_rl.models.adapters import add_adapters, find_layers, merged, plain_state
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.models.tokens import byte_tokenizer
-from moe_rl.policies.hf import HFPolicy
+from moe_rl.policies.hf import HFPolicy, hf
+from moe_rl.ranks import join_shards
 from moe_rl.registry import Component
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.mismatch import MismatchedEngine
@@ -157,18 +159,56 @@ def test_a_run_with_adapters_resumes_equal_and_exports_a_whole_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "options, settings",
     [
-        {"optimizer": Optimizer(router_lr_scale=0.5)},
-        {"policy": Component("hf", lora_alpha=16.0)},
-        {"policy": Component("hf", lora_targets=["q_proj"])},
-        {"policy": Component("hf", lora=4, lora_targets=["nowhere"])},
-        {"policy": Component("hf", lora=4, lora_targets="q_proj")},
-        {"policy": Component("hf", lora=0)},
-        {"router_noise": RouterNoise(scale=1.0, direction="last_step")},
+        ({}, {}),
+        ({"reduce": "update"}, {"activation_checkpointing": True}),
+        ({}, {"model.dtype": "bfloat16", "model.router_dtype": "float32"}),
+        ({"compile": "eager"}, {"model.dtype": "bfloat16", "activation_checkpointing": True}),
     ],
     ids=str,
 )
-def test_settings_that_would_change_nothing_are_refused(changes):
+def test_one_rank_of_fsdp_trains_adapters_to_the_bit_as_hf_does(options, settings, one_rank, tmp_path):
+    """Adapters of two micro-batches' gradients, clipped; then from a checkpoint. Frozen weights keep their dtype."""
+    run = TINY.replace(**{"micro_batch": 2, "optimizer": Optimizer(lr=1e-2, grad_clip=0.5), **settings})
+    shared = {name: value for name, value in options.items() if name != "reduce"}
+    adapters = {"lora": 4, "lora_alpha": 16.0, "lora_targets": TARGETS}
+    alone = hf(run, load(run.model, 0), False, **adapters, **shared)
+    ours, resumed = (fsdp(run, load(run.model, 0), False, **adapters, **options) for _ in range(2))
+    assert all(torch.equal(x, dict(alone.weights())[name]) for name, x in ours.weights())
+    wide = {p.dtype for name, p in ours.model.named_parameters() if ".lora_" in name}
+    frozen = {p.dtype for name, p in ours.model.named_parameters() if ".lora_" not in name and ".gate." not in name}
+    assert wide == {torch.float32} and frozen == {getattr(torch, run.model.dtype)}
+    for seed in (0, 1):
+        batch = make_batch(seed=seed)
+        old = alone.score(batch)
+        part = part_of(batch, old, old.routes)
+        assert torch.equal(ours.score(batch).logprobs, old.logprobs)
+        assert torch.equal(ours.gradient(part, GRPO), alone.gradient(part, GRPO))
+        one, two = (policy.update(part, GRPO) for policy in (alone, ours))
+        assert one.grad_norm == two.grad_norm and one.grad_clipped and two.grad_clipped
+        if seed == 0:
+            ours.save(tmp_path)
+            resumed.load(tmp_path)
+            ours = resumed
+    trained = [policy.trained.parameters() for policy in (alone, ours)]
+    assert all(torch.equal(p, join_shards(q)) for p, q in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["hf", "fsdp"])
+@pytest.mark.parametrize(
+    "options, settings",
+    [
+        ({"lora": 4}, {"optimizer": Optimizer(router_lr_scale=0.5)}),
+        ({"lora_alpha": 16.0}, {}),
+        ({"lora_targets": ["q_proj"]}, {}),
+        ({"lora": 4, "lora_targets": ["nowhere"]}, {}),
+        ({"lora": 4, "lora_targets": "q_proj"}, {}),
+        ({"lora": 0}, {}),
+        ({"lora": 4}, {"router_noise": RouterNoise(scale=1.0, direction="last_step")}),
+    ],
+    ids=str,
+)
+def test_settings_that_would_change_nothing_are_refused(policy, options, settings):
     with pytest.raises(ConfigError, match="lora"):
-        check(TINY.replace(**{"policy": Component("hf", lora=4), **changes}))
+        check(TINY.replace(policy=Component(policy, **options), **settings))

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moe_rl.config import ModelConfig, Optimizer
 from moe_rl.errors import RunError
@@ -156,13 +155,6 @@ def test_noise_moves_narrow_routers_and_is_taken_back_to_the_bit(direction):
     noisy = policy.score(batch, noise=Noise("weights", 1.0, 0, direction))
     assert (noisy.logprobs - quiet.logprobs).abs().max() > 1e-3
     assert torch.equal(narrow(policy), before)
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_fsdp2s_mixed_precision_on_one_rank_is_the_oracle(one_rank):
