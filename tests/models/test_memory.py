@@ -15,6 +15,7 @@ from moe_rl.models.memory import (
     measure_sizes,
     share_of_peak,
 )
+from moe_rl.objectives.methods import arm
 from moe_rl.registry import Component
 from tests.routing import families
 
@@ -128,6 +129,13 @@ def test_the_most_tokens_that_fit_are_taken(olmoe, monkeypatch):
         tokens = fit_tokens(run, None, free)
         phases = estimate_memory(run.replace(micro_batch_tokens=tokens), olmoe, tokens)
         assert sum(phases["update"].values()) <= 0.9 * free
+
+
+@pytest.mark.parametrize("policy, bytes_each", [("hf", 14 + 14 + 4), ("hf(lora=16)", 2 + 14 + 4)])
+def test_a_critic_is_a_second_model_with_masters(olmoe, policy, bytes_each):
+    """It has its gradients when the policy has none."""
+    run = RUN.replace(policy=policy, arm=arm("ppo"))
+    assert estimate_memory(run, olmoe, 512)["update"]["weights, gradients, optimizer"] == bytes_each * olmoe.parameters
 
 
 def test_gradients_that_are_summed_once_per_update_are_whole_on_every_rank(olmoe):

@@ -16,6 +16,7 @@ from moe_rl.errors import ConfigError, Diverged
 from moe_rl.models.load import load
 from moe_rl.objectives import objective_of
 from moe_rl.objectives.methods import arm
+from moe_rl.policies import hf
 from moe_rl.policies.critic import HFCritic
 from moe_rl.registry import Component
 from moe_rl.storage.columns import timing
@@ -25,6 +26,7 @@ from tests.conftest import build as tiny
 from tests.policies.test_hf import make_batch
 from tests.test_trainer import TINY, carry_out, weights, whole_and_cut
 
+SETTINGS_OF = hf.settings_of
 PPO = TINY.replace(arm=arm("ppo+gae(critic_lr=2e-3,value_clip=0.2)"), epochs=2, mini_batches=2)
 
 
@@ -48,6 +50,12 @@ def to_learn(batch, critic):
     off = torch.randn(values.shape, generator=generator).where(batch.response_mask, 0)
     batch = replace(batch, values=values + 0.1 * off.flip(0).where(batch.response_mask, 0), returns=values + off)
     return objective_of(Arm(name="a", aggregate="token_mean")).attach_weights(batch)
+
+
+def test_the_budget_that_a_policy_chose_is_also_the_critics(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "settings_of", lambda *of: {**SETTINGS_OF(*of), "micro_batch_tokens": 77})
+    parts = build(PPO, tmp_path, tmp_path)
+    assert parts.critic.micro_batch_tokens == parts.policy.micro_batch_tokens == 77
 
 
 @pytest.mark.parametrize("family", FAMILIES)
