@@ -15,7 +15,7 @@ from moe_rl import ranks
 from moe_rl.config import MAX_ROWS, SCORED, RunConfig
 from moe_rl.models.load import skeleton
 from moe_rl.models.vocabulary import LOGITS
-from moe_rl.objectives import advantage_of
+from moe_rl.objectives import advantage_of, objective_of
 from moe_rl.registry import Component
 from moe_rl.routing.moe_layers import layout_of
 
@@ -115,6 +115,9 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     if "values" in advantage_of(run.arm).needs:  # of a critic; one of the two has gradients at a time
         its_states, its_gradients = _states(Component("hf"), run.model.dtype, "adamw")
         states, gradients = states + its_states, max(gradients, its_gradients)
+    if "reference" in objective_of(run.arm).needs:  # the policy's weights again
+        wide = policy.name == "fsdp" and not policy.options.get("lora")
+        states += 4 if wide else getattr(torch, run.model.dtype).itemsize
     gathered = 2 * sizes.largest * width if policy.name == "fsdp" else 0
     held = states * sizes.parameters / ranks + gathered
     holders = 1 if policy.options.get("reduce") == "update" else ranks  # of gradients

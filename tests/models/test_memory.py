@@ -131,11 +131,21 @@ def test_the_most_tokens_that_fit_are_taken(olmoe, monkeypatch):
         assert sum(phases["update"].values()) <= 0.9 * free
 
 
-@pytest.mark.parametrize("policy, bytes_each", [("hf", 14 + 14 + 4), ("hf(lora=16)", 2 + 14 + 4)])
-def test_a_critic_is_a_second_model_with_masters(olmoe, policy, bytes_each):
-    """It has its gradients when the policy has none."""
-    run = RUN.replace(policy=policy, arm=arm("ppo"))
-    assert estimate_memory(run, olmoe, 512)["update"]["weights, gradients, optimizer"] == bytes_each * olmoe.parameters
+@pytest.mark.parametrize(
+    "policy, method, bytes_each",
+    [
+        ("hf", "ppo", 14 + 14 + 4),
+        ("hf(lora=16)", "ppo", 2 + 14 + 4),
+        ("hf", "grpo+kl(coef=0.01)", 18 + 2),
+        ("fsdp", "grpo+kl(coef=0.01)", 16 + 4),
+        ("hf(lora=16)", "grpo+kl(coef=0.01)", 2 + 2),
+    ],
+)
+def test_a_critic_is_a_second_model_with_masters_and_a_reference_weights_alone(olmoe, policy, method, bytes_each):
+    """A critic has its gradients when the policy has none."""
+    run, gathered = RUN.replace(policy=policy, arm=arm(method)), 4 * olmoe.largest * (policy == "fsdp")
+    terms = estimate_memory(run, olmoe, 512)["update"]
+    assert terms["weights, gradients, optimizer"] == bytes_each * olmoe.parameters + gathered
 
 
 def test_gradients_that_are_summed_once_per_update_are_whole_on_every_rank(olmoe):
