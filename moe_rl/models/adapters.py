@@ -100,8 +100,8 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield name, value
         else:
-            whole = {id(p): nn.Parameter(ranks.join_shards(p.detach()).clone(), False) for p in value.parameters()}
-            layer: Any = copy.deepcopy(value, whole)
+            gathered = {id(p): nn.Parameter(ranks.join_shards(p.detach()).clone(), False) for p in value.parameters()}
+            layer: Any = copy.deepcopy(value, gathered)
             dtype = layer.get_base_layer().weight.dtype
             layer.float().merge()
             yield name, getattr(layer.get_base_layer(), name.rpartition(".")[2]).to(dtype)

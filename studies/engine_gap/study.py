@@ -66,8 +66,8 @@ study = Study(
 def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     """The planned comparisons with the rule's words; void where a gate is failed."""
     passed = RULE.passed(frames)
-    found = [one for family in RULE.outcomes(frames).values() for one in family]
-    return [(one, one.said.partition(":")[0] if passed else VOID) for one in found]
+    every = [one for family in RULE.outcomes(frames).values() for one in family]
+    return [(one, one.said.partition(":")[0] if passed else VOID) for one in every]
 
 
 verdict = spoken(judged)
