@@ -44,6 +44,7 @@ from tuned_rates.study import condition as tuned
 from volatility_controls.study import NOISY, OTHER_RUNS, QUIET
 from volatility_dial.study import SIGMAS
 
+from moe_rl.metrics.rounding import number
 from moe_rl.objectives.methods_page import head, row
 from moe_rl.results import figures, plots
 from moe_rl.results.stats import band, interval
@@ -182,6 +183,20 @@ def losses() -> str:
     return "\n".join(lines) + "\n"
 
 
+def movements() -> str:
+    """How far each arm of stale_or_spread moves in a step, and how many tokens it clips."""
+    frames, names = stored("stale_or_spread"), {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
+    lines = head("arm", *(f"{words}, {condition}" for condition in frames.conditions for words in names))
+    medians = {
+        (condition, column): values_of(frames, condition, column).median()
+        for condition in frames.conditions
+        for column in names.values()
+    }
+    arms = [arm["name"] for arm in declaration("stale_or_spread")["arms"]]
+    lines += [row(arm, *(number(values[arm], ".3g") for values in medians.values())) for arm in arms]
+    return "\n".join(lines) + "\n"
+
+
 # ---------------------------------------------------------------------- every comparison with GRPO
 KINDS = {"replay": "grpo-replay", "GSPO": "gspo_short", "another method": "r3"}
 """Kind of a method → the arm whose colour and symbol it has."""
@@ -299,7 +314,10 @@ def every_outcome() -> str:
     return "\n".join(lines) + "\n"
 
 
-WITHOUT_CARD = ("lag_natural", "tuned_rates", "router_noise_low", "ratio_gradient", "stabilisers", "lag", "open_side")
+WITHOUT_CARD = (
+    *("lag_natural", "tuned_rates", "stale_or_spread", "router_noise_low", "ratio_gradient"),
+    *("stabilisers", "lag", "open_side"),
+)
 """Studies whose planned contrasts are corrected otherwise than `card` does."""
 BLOCKS: dict[str, Callable[[], str]] = {
     "every_outcome": every_outcome,
@@ -308,6 +326,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "low_doses": low_doses,
     "part_doses": part_doses,
     "losses": losses,
+    "movements": movements,
 }
 
 
