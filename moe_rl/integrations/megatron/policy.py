@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl import ranks
-from moe_rl.config import Optimizer
+from moe_rl.config import SCORED, Optimizer
 from moe_rl.errors import ConfigError, Diverged, RunError
 from moe_rl.integrations.megatron.cpu import use_cpu
 from moe_rl.integrations.megatron.layout import (
@@ -56,8 +56,9 @@ class MegatronPolicy:
     """`model` is the Hugging Face model to train, and `weights` are its weights, by default those in `model`. Only rank
     0 needs them: any other may give a model on the meta device. `optimizer=None` makes a policy that only scores.
 
-    `micro_batch` bounds the rows of one forward with gradient on one rank. `recompute` recomputes every layer's
-    activations in the backward pass, under the routes of its forward.
+    `micro_batch` bounds the rows of one forward with gradient on one rank, and `score_batch` (SCORED times as many)
+    those of one without. `recompute` recomputes every layer's activations in the backward pass, under the routes of its
+    forward.
     """
 
     from_rank_0 = staticmethod(from_rank_0)
@@ -70,7 +71,7 @@ class MegatronPolicy:
         *,
         temperature: float = 1.0,
         micro_batch: int = 64,
-        score_batch: int = 256,
+        score_batch: int | None = None,
         recompute: bool = False,
         device: str = "cpu",
         weights: Mapping[str, Tensor] | None = None,
@@ -83,7 +84,7 @@ class MegatronPolicy:
         self.settings, self.layout = optimizer, layout_of(model)
         self.ranks = [parallel.dp, parallel.tp, parallel.pp, parallel.ep, expert_tensor(parallel)]
         self.temperature, self.recompute = temperature, recompute
-        self.micro_batch, self.score_batch = micro_batch, score_batch
+        self.micro_batch, self.score_batch = micro_batch, score_batch or SCORED * micro_batch
         use_cpu()
         _form_groups(parallel)
         transformer = transformer_config(config, parallel, dtype, recompute)
