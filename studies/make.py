@@ -186,7 +186,7 @@ def losses() -> str:
 def movements() -> str:
     """How far each arm of stale_or_spread moves in a step, and how many tokens it clips."""
     frames, names = stored("stale_or_spread"), {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
-    lines = head("arm", *(f"{words}, {condition}" for condition in frames.conditions for words in names))
+    lines = [*head("arm", *(f"{words}, {condition}" for condition in frames.conditions for words in names))]
     medians = {
         (condition, column): values_of(frames, condition, column).median()
         for condition in frames.conditions
