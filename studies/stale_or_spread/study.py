@@ -23,16 +23,16 @@ METHODS = (replay, gspo_short, tis, gspo_tis, anchor, anchor_r3)
 tuned, high = (Condition(f"rate={rate:g}") for rate in RATES)
 
 
-def family(condition: Condition) -> dict[str, Form]:
-    """The planned contrasts within one condition."""
+def family(condition: Condition, rate: str) -> dict[str, Form]:
+    """The planned contrasts at one rate."""
     pairs = [(a.name, "grpo") for a in METHODS]
     pairs += [("grpo-anchor-r3", "grpo-anchor"), ("gspo-tis", "grpo-tis"), ("grpo-anchor", "gspo_short")]
-    return {f"{a} − {b}, {condition.name}": condition[a] - condition[b] for a, b in pairs}
+    return {f"{a} − {b}, {rate}": condition[a] - condition[b] for a, b in pairs}
 
 
 RULES = {
-    tuned.name: Rule(ENDPOINT, SECONDARY, {tuned.name: family(tuned)}, gates=(Gains(tuned["grpo"]),)),
-    high.name: Rule(ENDPOINT, SECONDARY, {high.name: family(high)}, gates=(Gains(high["grpo-anchor"]),)),
+    tuned.name: Rule(ENDPOINT, SECONDARY, {tuned.name: family(tuned, "1e-4")}, gates=(Gains(tuned["grpo"]),)),
+    high.name: Rule(ENDPOINT, SECONDARY, {high.name: family(high, "2e-4")}, gates=(Gains(high["grpo-anchor"]),)),
     "between rates": Rule(
         ENDPOINT,
         SECONDARY,

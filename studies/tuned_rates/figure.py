@@ -25,6 +25,7 @@ def draw_rules(frames: Frames, rules: Iterable[Rule], title: str) -> Figure:
     figure, axes = plots.new_figure(2, title, width=12)
     rules = [*rules]
     forms = {name: form for rule in rules for family in rule.families.values() for name, form in family.items()}
+    figure.set_figheight(max(figure.get_figheight(), 1.5 + 0.42 * len(forms)))
     arms = ["grpo", "grpo-replay", "gspo_short"]
     colours = {name: plots.colour_of("gspo_short" if "gspo" in name else "grpo-replay", arms) for name in forms}
     for ax, endpoint in zip(axes, (rules[0].endpoint, rules[0].secondary), strict=True):
