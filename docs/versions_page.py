@@ -17,7 +17,8 @@ def line_of(environment: Path) -> str:
     """The row of an environment, `PACKAGE-VERSION`, from its packages and the result of its tests."""
     package, beside = environment.name.rpartition("-")[0], ("transformers", "torch")
     command = [environment / "bin/python", "-c", READ, package, *beside]
-    tested, *others = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    versions = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    tested, *others = (version.partition("+")[0] for version in versions)
     suite = ElementTree.parse(environment / "result.xml").getroot()[0].attrib
     failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
     numbers = [f"{n:,}" for n in (int(suite["tests"]) - failed - skipped, failed, skipped)]

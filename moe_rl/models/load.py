@@ -219,7 +219,7 @@ def hf_config(model_config: ModelConfig, trust_remote_code: bool = False) -> Pre
     try:
         return config_class(**{**settings, **overrides})
     except Exception as error:  # of huggingface_hub's validators, which share no base with ValueError
-        raise ConfigError(f"model.overrides={model_config.overrides}: {error}") from error
+        raise ConfigError(f"model.overrides={model_config.overrides}: {' '.join(str(error).split())}") from error
 
 
 def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreTrainedModel:
