@@ -1,4 +1,4 @@
-"""Writes into `docs/versions.md` what passed in the environments of `make test-versions`: `make docs/versions.md`."""
+"""Writes into `docs/versions.md` what passed in the environments of `make test-versions`: `make versions`."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def build(run: RunConfig, folder: Path, cache: Path, stopping: Callable[[], bool
     evaluation = ranks.from_rank_0(lambda: _prepare(run, task, _of_rank_0(loaded), cache, _progress(folder, stopping)))
     policy = make_policy(run, loaded, False)
     # Both made now, before the policy has moved: from the weights of the cold start.
-    tokens = getattr(policy, "micro_batch_tokens", None)
+    tokens = getattr(policy, "micro_batch_tokens", run.micro_batch_tokens)
     critic = _critic(run.replace(micro_batch_tokens=tokens), _of_rank_0(loaded)) if valued else None
     reference = make_policy(run, loaded, True) if compares else None
     engine = build_engine(run, loaded, policy, folder / "engine", spread)

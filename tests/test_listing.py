@@ -106,9 +106,17 @@ def test_a_preset_is_listed_with_its_size(capsys):
     assert "0.7 M parameters, 6 MoE layers, top-2 of 16" in tiny
 
 
-@pytest.mark.parametrize("word, says", [("--dryrun", "--dry-run"), ("more", "'more'")])
-def test_what_a_command_does_not_take_is_named_with_what_it_has(capsys, word, says):
-    assert cli.main(["run", "routing_replay", word]) == 2
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["run", "routing_replay", "--dryrun"], "--dry-run"),
+        (["run", "routing_replay", "more"], "'more'"),
+        (["run", "routing_replay", "--", "--dry-run"], "too many"),
+        (["--quiet", "run", "routing_replay"], "'--quiet'"),
+    ],
+)
+def test_what_a_command_does_not_take_is_named_with_what_it_has(capsys, words, says):
+    assert cli.main(words) == 2
     said = capsys.readouterr().err
     assert says in said and "usage:" not in said
 

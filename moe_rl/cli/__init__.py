@@ -67,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if others:
             from moe_rl.registry import unknown
 
-            flags = [flag for names, _ in options.action.arguments for flag in names if flag.startswith("-")]
-            if others[0].startswith("-"):
+            arguments = options.action.arguments if hasattr(options, "action") else ()
+            flags = [flag for names, _ in arguments for flag in names if flag.startswith("-")]
+            if others[0].startswith("-") and others[0] not in flags:
                 unknown("option", others[0], ["--help", *flags])
             raise ConfigError(f"{others[0]!r} is one argument too many. Add --help to see what the command takes.")
         return options.action(options)

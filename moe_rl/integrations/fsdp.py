@@ -56,6 +56,9 @@ def _check(
 ) -> None:
     check_backend(compile)
     check_adapters(run, **options)
+    narrow = options.get("lora") and options.get("master_weights", True) and run.model.dtype != "float32"
+    if narrow and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
+        raise ConfigError("policy='fsdp(lora=…)' beside narrower weights needs torch 2.8. Use model.dtype=float32.")
     check_spread(run, "a critic is a whole model of one process, and is not cut over ranks")
     check_dtype("policy.compute_dtype", compute_dtype)
     if reduce not in REDUCE:

@@ -112,11 +112,13 @@ def estimate_memory(run: RunConfig, sizes: Sizes, time: int, ranks: int = 1) -> 
     all_layers = sizes.layers * by_layer + sizes.routed * pairs
     one_layer = all_layers / sizes.layers
     states, gradients = _states(policy, run.model.dtype, run.optimizer.name)
-    if "values" in advantage_of(run.arm).needs:  # of a critic; one of the two has gradients at a time
+    needs = objective_of(run.arm).needs | advantage_of(run.arm).needs
+    if "values" in needs:  # of a critic; one of the two has gradients at a time
         its_states, its_gradients = _states(Component("hf"), run.model.dtype, "adamw")
         states, gradients = states + its_states, max(gradients, its_gradients)
-    if "reference" in objective_of(run.arm).needs:  # the policy's weights again
-        wide = policy.name == "fsdp" and not policy.options.get("lora")
+    if "reference" in needs:  # the policy's weights again
+        options = policy.options
+        wide = policy.name == "fsdp" and not options.get("lora") and options.get("master_weights", True)
         states += 4 if wide else getattr(torch, run.model.dtype).itemsize
     gathered = 2 * sizes.largest * width if policy.name == "fsdp" else 0
     held = states * sizes.parameters / ranks + gathered
@@ -181,9 +183,10 @@ def _states(policy: Component, dtype: str, optimizer: str) -> tuple[int, int]:
     if policy.options.get("lora"):
         return getattr(torch, dtype).itemsize, 0
     moments = 2 if optimizer == "adamw_8bit" else 8
-    if dtype == "float32" or policy.name == "fsdp":  # whose shards are the masters
+    masters = policy.options.get("master_weights", True)
+    if dtype == "float32" or policy.name == "fsdp" and masters:  # whose shards are the masters
         return 4 + moments, 4
-    if policy.options.get("master_weights", True):
+    if masters:
         return 6 + moments, 4
     return 2 + min(moments, 4), 2
 

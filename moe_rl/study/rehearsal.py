@@ -87,12 +87,15 @@ def preview(run: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def on_this_machine(planned: Sequence[Planned]) -> tuple[list[Planned], list[str]]:
-    """The runs, on the processor where this machine lacks their device; and a caution that names the device."""
+    """The runs, on the processor where this machine lacks their device, Megatron's then in float32; and a caution that
+    names the device."""
     lacking = {p.config.model.device for p in planned if is_missing(p.config.model.device)}
-    here = [
-        replace(p, config=p.config.replace(**{"model.device": "cpu"})) if p.config.model.device in lacking else p
-        for p in planned
-    ]
+    here = []
+    for p in planned:
+        there = {"model.device": "cpu"} if p.config.model.device in lacking else {}
+        if there and Component.of(p.config.policy).name == "megatron":
+            there |= {"model.dtype": "float32"}
+        here.append(replace(p, config=p.config.replace(**there)))
     return here, [
         f"this machine has no model.device={name!r}, so the device, its memory and its speed were not checked"
         for name in sorted(lacking)

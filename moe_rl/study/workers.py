@@ -248,6 +248,10 @@ def preflight(study: Study, planned: Sequence[Planned], elsewhere: bool = False)
     from moe_rl.study.rehearsal import on_this_machine, rehearse
 
     planned, cautions = on_this_machine(planned) if elsewhere else (planned, [])
+    # Runs that differ in their seeds alone would be checked, and their models laid out, again and again.
+    distinct = {p.config.replace(seed=0, **{"cold_start.seed": 0}).hash: p.config for p in planned}
+    parts = {str((p.config.arm, p.config.task, p.config.model, p.config.batches)): p.config for p in planned}
+    cautions += [text for config in distinct.values() for text in check(config)]
     for name in dict.fromkeys(p.config.model.name for p in planned if p.config.model.name not in PRESETS):
         try:
             check_weights(name)
@@ -255,10 +259,6 @@ def preflight(study: Study, planned: Sequence[Planned], elsewhere: bool = False)
             if not elsewhere:
                 raise
             cautions.append(f"{error} A plan does not need them, but the runs do.")
-    # Runs that differ in their seeds alone would be checked, and their models laid out, again and again.
-    distinct = {p.config.replace(seed=0, **{"cold_start.seed": 0}).hash: p.config for p in planned}
-    parts = {str((p.config.arm, p.config.task, p.config.model, p.config.batches)): p.config for p in planned}
-    cautions += [text for config in distinct.values() for text in check(config)]
     return list(dict.fromkeys([*cautions, *(text for config in parts.values() for text in rehearse(config))]))
 
 

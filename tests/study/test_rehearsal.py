@@ -184,6 +184,9 @@ def test_runs_for_another_machine_are_tried_on_this_processor_and_the_device_is_
         [Planned(Path("x"), run.replace(**{"model.device": device})) for device in ("cpu", "cuda:99")]
     )
     assert [p.config for p in here] == [run, run] and len(cautions) == 1 and "'cuda:99'" in cautions[0]
+    away = {"model.device": "cuda:99", "model.dtype": "bfloat16"}
+    megatron, hf = (Planned(Path("x"), run.replace(policy=name, **away)) for name in ("megatron", "hf"))
+    assert [p.config.model.dtype for p in on_this_machine([megatron, hf])[0]] == ["float32", "bfloat16"]
     with pytest.raises(ConfigError, match="'cudda' is unknown"):
         on_this_machine([Planned(Path("x"), run.replace(**{"model.device": "cudda"}))])
 

@@ -22,6 +22,8 @@ def _check(run: RunConfig, **options: Any) -> None:
     check_spread(run, "its schedule runs one model per process, which ends in a vocabulary")
     if importlib.util.find_spec("megatron.core") is None:
         raise ConfigError("policy='megatron' needs Megatron-core: pip install 'moe_rl[megatron]'.")
+    if run.model.device == "cpu" and run.model.dtype != "float32":
+        raise ConfigError(f"policy='megatron' on a CPU needs dtype float32, not {run.model.dtype}.")
     check_layout(_layout(**options), hf_config(run.model), ranks.planned())
     check_routers(run, objective_of(run.arm).needs)
 
