@@ -260,6 +260,12 @@ class Rule:
         """Whether all gates are passed."""
         return all(gate.judge(frames, self)[0] for gate in self.gates)
 
+    def judged(self, frames: Frames) -> list[tuple[Outcome, str]]:
+        """The contrasts of all families with the rule's words; void where a gate is failed."""
+        passed = self.passed(frames)
+        every = [one for family in self.outcomes(frames).values() for one in family]
+        return [(one, one.said.partition(":")[0] if passed else VOID) for one in every]
+
     def verdict(self, frames: Frames) -> list[str]:
         """The gates and the outcomes in words. Where a gate is failed, nothing is concluded."""
         gates = [gate.judge(frames, self) for gate in self.gates]

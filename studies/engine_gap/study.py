@@ -6,11 +6,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, DIFFERS, ENDPOINT, SECONDARY, SIXTY, grpo, gspo_short  # noqa: E402
-from contrasts import VOID, Condition, Gains, Outcome, Rule, Within, spoken  # noqa: E402
+from contrasts import Condition, Gains, Rule, Within, spoken  # noqa: E402
 
 from moe_rl.objectives.methods import arm  # noqa: E402
 from moe_rl.registry import Component  # noqa: E402
-from moe_rl.storage.frames import Frames  # noqa: E402
 from moe_rl.study import Study  # noqa: E402
 
 r3 = arm("grpo+rollout+name=grpo-r3")
@@ -63,11 +62,5 @@ study = Study(
 )
 
 
-def judged(frames: Frames) -> list[tuple[Outcome, str]]:
-    """The planned comparisons with the rule's words; void where a gate is failed."""
-    passed = RULE.passed(frames)
-    every = [one for family in RULE.outcomes(frames).values() for one in family]
-    return [(one, one.said.partition(":")[0] if passed else VOID) for one in every]
-
-
+judged = RULE.judged
 verdict = spoken(judged)

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, DIFFERS, ENDPOINT, SECONDARY, grpo, gspo_short, lagged, replay  # noqa: E402
-from contrasts import VOID, Condition, Form, Gains, Outcome, Rule, spoken  # noqa: E402
+from contrasts import Condition, Form, Gains, Outcome, Rule, spoken  # noqa: E402
 
 from moe_rl.objectives.methods import arm  # noqa: E402
 from moe_rl.storage.frames import Frames  # noqa: E402
@@ -88,12 +88,7 @@ study = Study(
 
 def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     """The planned comparisons with the rule's words; void where a gate is failed."""
-    return [
-        (one, one.said.partition(":")[0] if rule.passed(frames) else VOID)
-        for rule in RULES.values()
-        for found in rule.outcomes(frames).values()
-        for one in found
-    ]
+    return [pair for rule in RULES.values() for pair in rule.judged(frames)]
 
 
 verdict = spoken(judged)

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, DIFFERS, ENDPOINT, SECONDARY, lagged, replay, with_clip  # noqa: E402
-from contrasts import VOID, Condition, Gains, Outcome, Rule, spoken  # noqa: E402
+from contrasts import Condition, Gains, Outcome, Rule, spoken  # noqa: E402
 
 from moe_rl.storage.frames import Frames  # noqa: E402
 from moe_rl.study import Study  # noqa: E402
@@ -75,11 +75,7 @@ study = Study(
 
 def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     """The planned comparisons with the rule's words; void where GRPO does not end above its start."""
-    return [
-        (one, one.said.partition(":")[0] if rule.passed(frames) else VOID)
-        for lag, rule in RULES.items()
-        for one in rule.outcomes(frames)[f"lag {lag}"]
-    ]
+    return [pair for rule in RULES.values() for pair in rule.judged(frames)]
 
 
 verdict = spoken(judged)
