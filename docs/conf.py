@@ -37,7 +37,7 @@ CONTENTS = {
     ],
     "studies/README": ["report", "*/README", "*/*/README"],
     "studies/archive/README": ["*"],
-    "CONTRIBUTING": ["tests/benchmarks/README", "tests/tasks/matching"],
+    "CONTRIBUTING": ["docs/versions", "tests/benchmarks/README", "tests/tasks/matching"],
 }
 """Page → the pages below it in the sidebar."""
 LINK = re.compile(r"\[([^]]*)\]\(([^)#:]+)\)")
