@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -89,6 +90,7 @@ def run_study(
         run_together(study, planned, waiting, cache, trackers, console)
         return []
     gpus = find_gpus(planned) if jobs > 1 else []  # a single worker may use them all
+    waiting = in_turns(waiting, jobs)
     running: list[Worker] = []
     failures: list[Failure] = []
     try:
@@ -114,6 +116,15 @@ def run_study(
             worker.process.kill()  # runs survive it, and it cannot be ignored
             worker.process.join()
     return failures
+
+
+def in_turns(planned: Sequence[Planned], jobs: int) -> list[Planned]:
+    """The runs with `jobs` seeds at a time taking turns: the runs of a seed wait for the supervised warm-up that they
+    share."""
+    numbers = {seed: i for i, seed in enumerate(dict.fromkeys(p.config.seed for p in planned))}
+    turns = {seed: itertools.count() for seed in numbers}
+    places = [(numbers[p.config.seed] // jobs, next(turns[p.config.seed])) for p in planned]
+    return [p for _, p in sorted(zip(places, planned, strict=True), key=lambda pair: pair[0])]
 
 
 class Worker:

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from moe_rl.errors import RunError
-from moe_rl.study.workers import at_a_time, find_gpus, run_study
+from moe_rl.objectives.methods import arm
+from moe_rl.study.workers import at_a_time, find_gpus, in_turns, run_study
 from tests.fake_study import study as fake
 
 
@@ -40,3 +41,12 @@ def test_runs_that_name_their_gpu_or_have_none_are_not_spread(tmp_path, monkeypa
         planned = on(device).runs(tmp_path, [0], 1)
         assert len(find_gpus(planned)) == count
         assert at_a_time(None, planned) == (count or os.cpu_count())
+
+
+def test_as_many_seeds_as_there_are_jobs_take_turns(tmp_path):
+    arms = tuple(arm(name) for name in ("grpo", "gspo"))
+    planned = replace(fake, arms=arms, factors={}).runs(tmp_path, [7, 5, 6], 1)
+    in_order = [(p.config.arm.name, p.config.seed) for p in in_turns(planned, 2)]
+    first = [("grpo", 7), ("grpo", 5), ("gspo", 7), ("gspo", 5)]
+    assert in_order == [*first, ("grpo", 6), ("gspo", 6)]
+    assert in_turns(planned, 1) == planned
