@@ -266,19 +266,6 @@ class Rule:
         every = [one for family in self.outcomes(frames).values() for one in family]
         return [(one, one.said.partition(":")[0] if passed else VOID) for one in every]
 
-    def verdict(self, frames: Frames) -> list[str]:
-        """The gates and the outcomes in words. Where a gate is failed, nothing is concluded."""
-        gates = [gate.judge(frames, self) for gate in self.gates]
-        void = not all(passed for passed, _ in gates)
-        return [
-            *(words for _, words in gates),
-            *(
-                f"{family}: {one.worded(VOID if void else one.said)}"
-                for family, found in self.outcomes(frames).items()
-                for one in found
-            ),
-        ]
-
 
 def _by_student(test: Paired, values: BySeed) -> Paired:
     return replace(test, difference=student([*values.values()]))
@@ -314,9 +301,14 @@ class Both:
         ]
 
 
-def spoken(judged: Callable[[Frames], Iterable[tuple[Outcome, str]]]) -> Callable[[Frames], list[str]]:
-    """The verdict of a study, from its planned comparisons with the rule's words."""
-    return lambda frames: [one.worded(words) for one, words in judged(frames)]
+def spoken(judged: Callable[[Frames], Iterable[tuple[Outcome, str]]], *rules: Rule) -> Callable[[Frames], list[str]]:
+    """The verdict of a study: the gates of its rules, and its planned comparisons with the rule's words."""
+
+    def verdict(frames: Frames) -> list[str]:
+        gates = [gate.judge(frames, rule)[1] for rule in rules for gate in rule.gates]
+        return [*dict.fromkeys(gates), *(one.worded(words) for one, words in judged(frames))]
+
+    return verdict
 
 
 # ---------------------------------------------------------------------- tables

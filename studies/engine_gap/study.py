@@ -63,4 +63,4 @@ study = Study(
 
 
 judged = RULE.judged
-verdict = spoken(judged)
+verdict = spoken(judged, RULE)

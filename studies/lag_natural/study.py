@@ -92,4 +92,4 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     ]
 
 
-verdict = spoken(judged)
+verdict = spoken(judged, RULE)

@@ -139,7 +139,7 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     return [*((one, meaning(one)) for one in (interaction, protection)), (closed, of_the_gap(frames, closed))]
 
 
-verdict = spoken(judged)
+verdict = spoken(judged, RULE)
 
 
 def meaning(one: Outcome) -> str:

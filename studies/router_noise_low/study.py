@@ -114,7 +114,7 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     ]
 
 
-verdict = spoken(judged)
+verdict = spoken(judged, RULE)
 
 
 def otherwise(one: Outcome) -> str:

@@ -91,4 +91,4 @@ def judged(frames: Frames) -> list[tuple[Outcome, str]]:
     return [pair for rule in RULES.values() for pair in rule.judged(frames)]
 
 
-verdict = spoken(judged)
+verdict = spoken(judged, *RULES.values())

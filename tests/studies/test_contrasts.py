@@ -114,7 +114,7 @@ def test_nothing_is_concluded_where_a_gate_is_failed(level, ess, passed):
         families={"old": {"GSPO − GRPO": OLD["gspo"] - OLD["grpo"]}},
         gates=(Gains(OLD["grpo"]), Within(OLD["grpo"], "token_ess", 0, ess)),
     )
-    first, second, outcome = rule.verdict(made_up(old_grpo=level, old_gspo=0.05))
+    first, second, outcome = spoken(rule.judged, rule)(made_up(old_grpo=level, old_gspo=0.05))
     assert START == 0.5 and f"{0.1 + level:.2f}" in first
     assert first.startswith("gate passed") == (level >= 0) and second.startswith("gate passed") == (ess > 0.8)
     assert ("an effect" in outcome) == passed and ("void" in outcome) != passed
