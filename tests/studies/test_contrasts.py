@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from contrasts import Both, Condition, Gains, Rule, Within, joined, outcomes, table_of, table_of_both, values_of
+from contrasts import Both, Condition, Gains, Rule, Within, joined, outcomes, spoken, table_of, table_of_both, values_of
 
 from moe_rl.errors import RunError
 from tests.studies.test_planned import START, frames_of
