@@ -301,6 +301,11 @@ class Both:
         ]
 
 
+def judged_by(rules: Mapping[str, Rule]) -> Callable[[Frames], list[tuple[Outcome, str]]]:
+    """The contrasts of several rules with their words; those of a rule are void where a gate of its own is failed."""
+    return lambda frames: [pair for rule in rules.values() for pair in rule.judged(frames)]
+
+
 def spoken(judged: Callable[[Frames], Iterable[tuple[Outcome, str]]], *rules: Rule) -> Callable[[Frames], list[str]]:
     """The verdict of a study: the gates of its rules, and its planned comparisons with the rule's words."""
 

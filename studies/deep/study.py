@@ -6,9 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, DIFFERS, ENDPOINT, SECONDARY, grpo, gspo_short, layers, replay  # noqa: E402
-from contrasts import Condition, Gains, Outcome, Rule, spoken  # noqa: E402
+from contrasts import Condition, Gains, Rule, judged_by, spoken  # noqa: E402
 
-from moe_rl.storage.frames import Frames  # noqa: E402
 from moe_rl.study import Study  # noqa: E402
 
 SEEDS = tuple(range(3900, 3924))
@@ -59,9 +58,5 @@ study = Study(
 )
 
 
-def judged(frames: Frames) -> list[tuple[Outcome, str]]:
-    """The planned comparisons with the rule's words; void where GRPO does not end above its start."""
-    return [pair for rule in RULES.values() for pair in rule.judged(frames)]
-
-
+judged = judged_by(RULES)
 verdict = spoken(judged, *RULES.values())

@@ -6,10 +6,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from base import BASE, DIFFERS, ENDPOINT, SECONDARY, grpo, gspo_short, lagged, replay  # noqa: E402
-from contrasts import Condition, Form, Gains, Outcome, Rule, spoken  # noqa: E402
+from contrasts import Condition, Form, Gains, Rule, judged_by, spoken  # noqa: E402
 
 from moe_rl.objectives.methods import arm  # noqa: E402
-from moe_rl.storage.frames import Frames  # noqa: E402
 from moe_rl.study import Study  # noqa: E402
 
 LAG = 2
@@ -86,9 +85,5 @@ study = Study(
 )
 
 
-def judged(frames: Frames) -> list[tuple[Outcome, str]]:
-    """The planned comparisons with the rule's words; void where a gate is failed."""
-    return [pair for rule in RULES.values() for pair in rule.judged(frames)]
-
-
+judged = judged_by(RULES)
 verdict = spoken(judged, *RULES.values())
