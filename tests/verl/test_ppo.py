@@ -76,7 +76,8 @@ def check_rollouts(steps):
 
 def test_r3_with_sapo_is_exact_on_policy(assets, tmp_path):
     """One update per step, so that every ratio is one: the pass for the old log-probs and the update replay the routes
-    of the rollout. These are the trainer's own, but for ties that other shapes of a product round to another side."""
+    of the rollout. These are the trainer's own, but for ties that other shapes of a product round to another side. The
+    two passes may batch otherwise, so a log-ratio may be one float32 rounding (1e-7) away from 0."""
     steps = train(
         assets,
         tmp_path,
@@ -89,7 +90,7 @@ def test_r3_with_sapo_is_exact_on_policy(assets, tmp_path):
     check_rollouts(steps)
     for step in steps:
         assert step["actor/routing/coverage"] == 1 and step["actor/routing/pull"] < 0.01
-        assert step["actor/routing/token_ess"] == 1 and step["actor/routing/token_log_ratio_var"] == 0
+        assert 1 - step["actor/routing/token_ess"] < 1e-12 and step["actor/routing/token_log_ratio_var"] < 1e-12
 
 
 def test_the_former_trainer_replays_too(assets, tmp_path):
