@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -183,16 +183,19 @@ def losses() -> str:
     return "\n".join(lines) + "\n"
 
 
-def movements() -> str:
-    """How far each arm of stale_or_spread moves in a step, and how many tokens it clips."""
-    frames, names = stored("stale_or_spread"), {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
+MOVES = {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
+
+
+def movements(study: str, names: Mapping[str, str]) -> str:
+    """How far each arm of a study moves in a step: medians over seeds of columns, by their words."""
+    frames = stored(study)
     lines = [*head("arm", *(f"{words}, {condition}" for condition in frames.conditions for words in names))]
     medians = {
         (condition, column): values_of(frames, condition, column).median()
         for condition in frames.conditions
         for column in names.values()
     }
-    arms = [arm["name"] for arm in declaration("stale_or_spread")["arms"]]
+    arms = [arm["name"] for arm in declaration(study)["arms"]]
     lines += [row(arm, *(number(values[arm], ".3g") for values in medians.values())) for arm in arms]
     return "\n".join(lines) + "\n"
 
@@ -315,7 +318,7 @@ def every_outcome() -> str:
 
 
 WITHOUT_CARD = (
-    *("lag_natural", "tuned_rates", "stale_or_spread", "router_noise_low", "ratio_gradient"),
+    *("lag_natural", "tuned_rates", "stale_or_spread", "deep", "router_noise_low", "ratio_gradient"),
     *("stabilisers", "lag", "open_side"),
 )
 """Studies whose planned contrasts are corrected otherwise than `card` does."""
@@ -326,7 +329,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "low_doses": low_doses,
     "part_doses": part_doses,
     "losses": losses,
-    "movements": movements,
+    "movements": lambda: movements("stale_or_spread", MOVES),
+    "deep_movements": lambda: movements("deep", MOVES | {"slots changed": "expert_change_rate"}),
 }
 
 
@@ -416,6 +420,7 @@ GAINS = {
     "two steps old,\none rate": ("lag_natural", Condition("lag=2"), ("lag_natural", "grpo"), "gspo_short"),
     "fresh,\nbest rates": ("tuned_rates", tuned(0), ("tuned_rates", CHOSEN[0][1].name), "gspo-wide"),
     "two steps old,\nbest rates": ("tuned_rates", tuned(2), ("tuned_rates/default_clip", "grpo"), "gspo-wide"),
+    "fresh,\nbest rate,\n24 layers": ("deep", Condition("rate=0.0001"), ("deep", "grpo"), "gspo_short"),
 }
 """Rollouts and rates → a study, its condition, the folder and the name of its GRPO, and the name of its GSPO. With old
 rollouts the GRPO of tuned_rates has its default clip range: the one that the pilot chose is worse."""
@@ -454,7 +459,8 @@ def draw_front() -> Figure:
     spread.set(title="How even are the ratios?", ylabel="token ESS (1: all ratios are equal)", xlabel="rollouts")
     spread.set(xticks=range(3), xticklabels=ages)
     gain.set(title="What helps?", ylabel="gain over GRPO, held-out match", xlabel="rollouts, learning rates")
-    gain.set(xticks=range(4), xticklabels=[*GAINS])
+    gain.set(xticks=range(len(GAINS)), xticklabels=[*GAINS])
+    gain.tick_params(axis="x", labelsize=8)
     for ax in (spread, gain):
         ax.legend(fontsize=8)
     seeds = "32 seeds; best rates: 24 other seeds"

@@ -34,4 +34,5 @@ def draw_rules(frames: Frames, rules: Iterable[Rule], title: str) -> Figure:
         ax.axvline(0, color="black", linewidth=1)
         ax.set(title=metric(endpoint).name, xlabel="difference; shaded: the margin")
         ax.grid(axis="y", visible=False)
-    return plots.finish(figure, axes, f"steps 26–50; {rows}", legend=False)
+    last = int(frames["steps"]["step"].max())
+    return plots.finish(figure, axes, f"steps {last // 2 + 1}–{last}; {rows}", legend=False)
