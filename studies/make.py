@@ -184,6 +184,7 @@ def losses() -> str:
 
 
 MOVES = {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
+GAPS = {"KL to the engine": "engine_kl_k3", "slots it chooses otherwise": "engine_expert_change_rate", **MOVES}
 
 
 def movements(study: str, names: Mapping[str, str]) -> str:
@@ -196,7 +197,9 @@ def movements(study: str, names: Mapping[str, str]) -> str:
         for column in names.values()
     }
     arms = [arm["name"] for arm in declaration(study)["arms"]]
-    lines += [row(arm, *(number(values[arm], ".3g") for values in medians.values())) for arm in arms]
+    lines += [
+        row(arm, *(number(values[arm], ".3g") if arm in values else "–" for values in medians.values())) for arm in arms
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -318,7 +321,7 @@ def every_outcome() -> str:
 
 
 WITHOUT_CARD = (
-    *("lag_natural", "tuned_rates", "stale_or_spread", "deep", "router_noise_low", "ratio_gradient"),
+    *("lag_natural", "tuned_rates", "stale_or_spread", "deep", "engine_gap", "router_noise_low", "ratio_gradient"),
     *("stabilisers", "lag", "open_side"),
 )
 """Studies whose planned contrasts are corrected otherwise than `card` does."""
@@ -331,6 +334,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "losses": losses,
     "movements": lambda: movements("stale_or_spread", MOVES),
     "deep_movements": lambda: movements("deep", MOVES | {"slots changed": "expert_change_rate"}),
+    "gaps": lambda: movements("engine_gap", GAPS),
 }
 
 
@@ -463,7 +467,7 @@ def draw_front() -> Figure:
     gain.tick_params(axis="x", labelsize=8)
     for ax in (spread, gain):
         ax.legend(fontsize=8)
-    seeds = "32 seeds; best rates: 24 other seeds"
+    seeds = "32 seeds; best rates: 24 other seeds, 24 layers: 24 more"
     return plots.finish(figure, [spread, gain], f"mean and 95 % interval over {seeds}", legend=False)
 
 
