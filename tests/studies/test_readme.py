@@ -96,4 +96,5 @@ def test_the_noise_changes_as_many_expert_slots_as_the_index_and_the_report_stat
         for study, scale in (("router_noise_low", 0.4), ("volatility_dial", 2))
     ]
     for page in ("README.md", "report.md"):
-        assert re.findall(r"(?<![.\d])(\d+).% of the\s+slots", (make.HERE / page).read_text()) == [str(x) for x in shares]
+        found = re.findall(r"(?<![.\d])(\d+).% of the\s+slots", (make.HERE / page).read_text())
+        assert found == [str(x) for x in shares]
