@@ -184,7 +184,6 @@ def losses() -> str:
 
 
 MOVES = {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
-GAPS = {"KL to the engine": "engine_kl_k3", "slots it chooses otherwise": "engine_expert_change_rate", **MOVES}
 
 
 def movements(study: str, names: Mapping[str, str]) -> str:
@@ -197,9 +196,7 @@ def movements(study: str, names: Mapping[str, str]) -> str:
         for column in names.values()
     }
     arms = [arm["name"] for arm in declaration(study)["arms"]]
-    lines += [
-        row(arm, *(number(values[arm], ".3g") if arm in values else "–" for values in medians.values())) for arm in arms
-    ]
+    lines += [row(arm, *(number(values[arm], ".3g") for values in medians.values())) for arm in arms]
     return "\n".join(lines) + "\n"
 
 
@@ -321,7 +318,7 @@ def every_outcome() -> str:
 
 
 WITHOUT_CARD = (
-    *("lag_natural", "tuned_rates", "stale_or_spread", "deep", "engine_gap", "router_noise_low", "ratio_gradient"),
+    *("lag_natural", "tuned_rates", "stale_or_spread", "deep", "router_noise_low", "ratio_gradient"),
     *("stabilisers", "lag", "open_side"),
 )
 """Studies whose planned contrasts are corrected otherwise than `card` does."""
@@ -334,7 +331,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "losses": losses,
     "movements": lambda: movements("stale_or_spread", MOVES),
     "deep_movements": lambda: movements("deep", MOVES | {"slots changed": "expert_change_rate"}),
-    "gaps": lambda: movements("engine_gap", GAPS),
 }
 
 
