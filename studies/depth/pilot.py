@@ -26,7 +26,7 @@ study = Study(
     figures=(),
     endpoint="token_kl_k3",
     metrics=("expert slots changed", "token_ess"),
-    decision_rule="It chooses, and decides nothing. For each depth: log KL (token_kl_k3, mean of steps 11 to 20), averaged "
+    decision_rule="It chooses, and decides nothing. For each depth: log KL (token_kl_k3, mean of steps 11 to 20), mean "
     "over seeds, is interpolated linearly in log rate; the rate at which it is that of 6 layers at 2e-4 is used in "
     "depth. Where that lies outside the grid, the grid is extended by a factor of two. Stopping: 3 seeds, 20 steps.",
     differs_from_paper=DIFFERS,
