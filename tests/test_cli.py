@@ -275,6 +275,18 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_dry_run_prints_prompts_that_two_models_share_once(tmp_path, capsys):
+    file = tmp_path / "depths_study.py"
+    file.write_text(
+        "import dataclasses\nfrom moe_rl.study import routing_replay\n"
+        "depths = {str(n): {'model.overrides': {'num_hidden_layers': n}} for n in (1, 2)}\n"
+        "study = dataclasses.replace(routing_replay.study, factors={}, conditions=depths)\n"
+    )
+    assert cli.main(["run", str(file), "--dry-run", "--out", str(tmp_path / "none")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("task ") for line in lines) == 1
+
+
 def test_a_number_of_seeds_is_not_taken_for_a_seed():
     """A study whose seeds begin at 400 would else get 403 of them."""
     assert running._seeds("403,", (400, 403)) == [403] and running._seeds("2", (400, 403)) == [0, 1]

@@ -262,13 +262,11 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> li
 
     if beside(study, "check") is None:
         return []
-    cautions: list[str] = []
     other_trainer = beside(study, "command") is not None
     names = ("task", "model", "max_new_tokens", "eval_prompts", "prompts_per_step")
     different = {str([*(getattr(p.config, name) for name in names), p.config.cold_start.target]): p for p in planned}
-    for p in different.values():
-        lines, more = preview(p.config)
-        cautions += more
+    previews = [preview(p.config) for p in different.values()]
+    for lines in dict.fromkeys(tuple(lines) for lines, _ in previews):
         for name, text in lines:
             if other_trainer and name in ("memory", "step"):  # those of ours
                 continue
@@ -277,7 +275,7 @@ def _previewed(console: Console, study: Study, planned: Sequence[Planned]) -> li
     if paces:
         text = f" {statistics.median(paces):.2g} s a step, measured on {len(paces)} of these runs"
         say(console, ("time", "bold"), text, wrap=True)
-    return list(dict.fromkeys(cautions))
+    return list(dict.fromkeys(caution for _, cautions in previews for caution in cautions))
 
 
 def _failed(failures: list[Failure]) -> int:
