@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from contrasts import Rule
@@ -21,13 +22,13 @@ def draw(frames: Frames) -> Figure:
 
 @plots.styled
 def draw_rules(frames: Frames, rules: Iterable[Rule], title: str) -> Figure:
-    """Every contrast of the rules, in both endpoints, which the rules share."""
+    """Every contrast of the rules, in the colour of its first arm and in both endpoints, which the rules share."""
     figure, axes = plots.new_figure(2, title, width=12)
     rules = [*rules]
     forms = {name: form for rule in rules for family in rule.families.values() for name, form in family.items()}
     figure.set_figheight(max(figure.get_figheight(), 1.5 + 0.42 * len(forms)))
-    arms = ["grpo", "grpo-replay", "gspo_short"]
-    colours = {name: plots.colour_of("gspo_short" if "gspo" in name else "grpo-replay", arms) for name in forms}
+    first = {name: re.split(" − |, | at ", name.replace("gspo-wide", "gspo_short"))[0] for name in forms}
+    colours = {name: plots.colour_of(arm, [*dict.fromkeys(first.values())]) for name, arm in first.items()}
     for ax, endpoint in zip(axes, (rules[0].endpoint, rules[0].secondary), strict=True):
         rows = plots.rows_of(ax, {name: form.values(frames, endpoint) for name, form in forms.items()}, colours)
         ax.axvspan(-rules[0].margin, rules[0].margin, color=plots.GREY, alpha=0.15)
