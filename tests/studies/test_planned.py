@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import depth.study as depth
 import lag_natural.study as lags
 import numpy as np
 import pandas as pd
@@ -226,3 +227,34 @@ def test_the_verdict_of_a_committed_study_can_be_shown(folder):
     declared = read_declaration(folder, trust=True)
     sentences = verdict_of(load_study(folder), declared)
     assert bool(sentences) == bool(declared["verdict"]) and not any("none from" in one for one in sentences)
+
+
+# ---------------------------------------------------------------------- depth
+def depth_frames(kl: dict[str, float], exponent: float) -> Frames:
+    """A KL for each condition, and slots that change as a power of it: by an update a quarter as many as by a step."""
+    rng, runs, steps, updates = np.random.default_rng(0), [], [], []
+    for condition, value in kl.items():
+        for seed in range(8):
+            key = {"arm": "grpo", "condition": condition, "seed": seed, "step": 20}
+            slots = 0.4 * value**exponent * np.exp(rng.normal(0, 0.01))
+            runs.append({**key, "state": "finished", "steps": 20})
+            steps.append({**key, "token_kl_k3": value, "expert_change_rate": slots})
+            updates.append({**key, "update": 1, "expert_change_rate": slots / 4})
+    return Frames(pd.DataFrame(runs), {"steps": pd.DataFrame(steps), "updates": pd.DataFrame(updates)})
+
+
+def depth_kl(grows: float, at_24: float = 1.0) -> dict[str, float]:
+    """At one rate a KL that grows with a power of the depth, and at rates of equal KL one that is equal but at 24."""
+    equal = {here.name: 0.01 * (at_24 if layers == 24 else 1) for layers, here in depth.EQUAL_KL.items()}
+    return equal | {here.name: 0.01 * (layers / 6) ** grows for layers, here in depth.EQUAL_RATE.items()}
+
+
+def test_slots_that_follow_the_root_of_the_kl_change_with_depth_at_one_rate_alone():
+    rate, kl = depth.judged(depth_frames(depth_kl(grows=0.25), 0.5))
+    assert rate[1] == "an effect" and kl[1] == "no difference that matters"
+    assert rate[0].primary.difference.mean == pytest.approx(0.125 * math.log(2), abs=0.01)
+
+
+def test_nothing_is_said_of_an_equal_kl_that_is_not_equal():
+    assert depth.judged(depth_frames(depth_kl(grows=0.25, at_24=1.6), 0.5))[1][1] == VOID
+    assert depth.judged(depth_frames(depth_kl(grows=0.25, at_24=1.4), 0.5))[1][1] == "no difference that matters"
