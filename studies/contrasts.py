@@ -323,11 +323,13 @@ NAMES = {
 }
 
 
-def table_of(judged: Iterable[tuple[Outcome, str]], corrected: str) -> str:
-    """Markdown: a row per outcome with both endpoints and the words of `Rule`. `corrected` says how p-values are
-    adjusted."""
-    sampled, greedy = NAMES.values()
-    lines = [*head("difference", "n", f"{sampled} [95 % CI]", "90 % CI", "p", f"{greedy} [95 % CI]", "rule")]
+def table_of(
+    judged: Iterable[tuple[Outcome, str]], corrected: str, endpoints: Sequence[str] = (*NAMES.values(),)
+) -> str:
+    """Markdown: a row per outcome with both endpoints, by these names, and the words of `Rule`. `corrected` says how
+    p-values are adjusted."""
+    first, second = (f"{name} [95 % CI]" for name in endpoints)
+    lines = [*head("difference", "n", first, "90 % CI", "p", second, "rule")]
     for one, words in judged:
         first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
         lines.append(row(one.name, str(one.primary.n), first, one.within, f"{one.adjusted:.2g}", second, words))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from contrasts import (
     table_of_both,
     values_of,
 )
+from depth import study as depth
 from lag_natural.study import COUNTED
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -88,7 +90,7 @@ def planned(name: str) -> str:
     study = importlib.import_module(f"{name}.study")
     if isinstance(getattr(study, "RULE", None), Both):
         return table_of_both(study.RULE, stored_with_others(name), study.CORRECTED)
-    return table_of(study.judged(stored(name)), study.CORRECTED)
+    return table_of(study.judged(stored(name)), study.CORRECTED, getattr(study, "TITLES", [*NAMES.values()]))
 
 
 @cache
@@ -186,17 +188,49 @@ def losses() -> str:
 MOVES = {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
 
 
+GAPS = {
+    "KL to the engine": "engine_kl_k3",
+    "slots it chooses otherwise": "engine_expert_change_rate",
+    "token ESS": "token_ess",
+    "clipped": "clip_tokens",
+}
+
+
 def movements(study: str, names: Mapping[str, str]) -> str:
     """How far each arm of a study moves in a step: medians over seeds of columns, by their words."""
     frames = stored(study)
     lines = [*head("arm", *(f"{words}, {condition}" for condition in frames.conditions for words in names))]
-    medians = {
-        (condition, column): values_of(frames, condition, column).median()
-        for condition in frames.conditions
-        for column in names.values()
+    medians = [values_of(frames, here, column).median() for here in frames.conditions for column in names.values()]
+    for arm in (arm["name"] for arm in declaration(study)["arms"]):
+        lines.append(
+            row(arm, *("–" if math.isnan(value := m.get(arm, math.nan)) else number(value, ".3g") for m in medians))
+        )
+    return "\n".join(lines) + "\n"
+
+
+def depths() -> str:
+    """What a step does to models of each depth: means over seeds; of what has a log, geometric ones."""
+    frames = depth.with_logs(stored("depth"))
+    columns = {
+        "slots changed by a step": (depth.STEP, "grpo", ".1%"),
+        "tokens changed by a step": ("any_layer_change", "grpo", ".0%"),
+        "slots changed by an update": (depth.UPDATE, "grpo", ".2%"),
+        "KL": (depth.KL, "grpo", ".4f"),
+        "slots by a step / √KL": (depth.per_kl(depth.STEP), "grpo", ".2f"),
+        "token ESS": ("token_ess", "grpo", ".3f"),
+        **{f"variance of log-ratios, {arm}": ("token_log_ratio_var", arm, ".3f") for arm in depth.ARMS},
     }
-    arms = [arm["name"] for arm in declaration(study)["arms"]]
-    lines += [row(arm, *(number(values[arm], ".3g") for values in medians.values())) for arm in arms]
+
+    def cell(condition: str, column: str, arm: str, form: str) -> str:
+        values = values_of(frames, condition, column).get(arm)
+        if values is None:
+            return "–"
+        mean = math.exp(values.mean()) if column.startswith("log ") else values.mean()
+        return number(mean, form).replace("%", " %")
+
+    lines = [*head("layers, rate", *columns)]
+    for name in frames.conditions:
+        lines.append(row(name.replace("=", " ").replace(",", ", "), *(cell(name, *how) for how in columns.values())))
     return "\n".join(lines) + "\n"
 
 
@@ -318,7 +352,16 @@ def every_outcome() -> str:
 
 
 WITHOUT_CARD = (
-    *("lag_natural", "tuned_rates", "stale_or_spread", "deep", "router_noise_low", "ratio_gradient"),
+    *(
+        "lag_natural",
+        "tuned_rates",
+        "stale_or_spread",
+        "deep",
+        "engine_gap",
+        "depth",
+        "router_noise_low",
+        "ratio_gradient",
+    ),
     *("stabilisers", "lag", "open_side"),
 )
 """Studies whose planned contrasts are corrected otherwise than `card` does."""
@@ -330,6 +373,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "part_doses": part_doses,
     "losses": losses,
     "movements": lambda: movements("stale_or_spread", MOVES),
+    "depths": depths,
+    "gaps": lambda: movements("engine_gap", GAPS),
     "deep_movements": lambda: movements("deep", MOVES | {"slots changed": "expert_change_rate"}),
 }
 
