@@ -229,8 +229,11 @@ def depths() -> str:
         return number(mean, form).replace("%", " %")
 
     lines = [*head("layers, rate", *columns)]
-    for name in frames.conditions:
-        lines.append(row(name.replace("=", " ").replace(",", ", "), *(cell(name, *how) for how in columns.values())))
+    for name in depth.study.conditions:
+        if name in frames.conditions:
+            lines.append(
+                row(name.replace("=", " ").replace(",", ", "), *(cell(name, *how) for how in columns.values()))
+            )
     return "\n".join(lines) + "\n"
 
 
