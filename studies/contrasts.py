@@ -323,9 +323,7 @@ NAMES = {
 }
 
 
-def table_of(
-    judged: Iterable[tuple[Outcome, str]], corrected: str, endpoints: Sequence[str] = (*NAMES.values(),)
-) -> str:
+def table_of(judged: Iterable[tuple[Outcome, str]], corrected: str, endpoints: Iterable[str]) -> str:
     """Markdown: a row per outcome with both endpoints, by these names, and the words of `Rule`. `corrected` says how
     p-values are adjusted."""
     first, second = (f"{name} [95 % CI]" for name in endpoints)

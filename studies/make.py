@@ -49,7 +49,7 @@ from volatility_dial.study import SIGMAS
 from moe_rl.metrics.rounding import number
 from moe_rl.objectives.methods_page import head, row
 from moe_rl.results import figures, plots
-from moe_rl.results.stats import band, interval
+from moe_rl.results.stats import band, interval, student
 from moe_rl.results.study_page import card
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
@@ -90,7 +90,7 @@ def planned(name: str) -> str:
     study = importlib.import_module(f"{name}.study")
     if isinstance(getattr(study, "RULE", None), Both):
         return table_of_both(study.RULE, stored_with_others(name), study.CORRECTED)
-    return table_of(study.judged(stored(name)), study.CORRECTED, getattr(study, "TITLES", [*NAMES.values()]))
+    return table_of(study.judged(stored(name)), study.CORRECTED, getattr(study, "TITLES", NAMES.values()))
 
 
 @cache
@@ -186,25 +186,34 @@ def losses() -> str:
 
 
 MOVES = {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
-
-
-GAPS = {
-    "KL to the engine": "engine_kl_k3",
-    "slots it chooses otherwise": "engine_expert_change_rate",
-    "token ESS": "token_ess",
-    "clipped": "clip_tokens",
-}
+GAPS = {"KL to the engine": "engine_kl_k3", "slots it chooses otherwise": "engine_expert_change_rate", **MOVES}
+del GAPS["KL"]
 
 
 def movements(study: str, names: Mapping[str, str]) -> str:
     """How far each arm of a study moves in a step: medians over seeds of columns, by their words."""
     frames = stored(study)
     lines = [*head("arm", *(f"{words}, {condition}" for condition in frames.conditions for words in names))]
-    medians = [values_of(frames, here, column).median() for here in frames.conditions for column in names.values()]
-    for arm in (arm["name"] for arm in declaration(study)["arms"]):
-        lines.append(
-            row(arm, *("–" if math.isnan(value := m.get(arm, math.nan)) else number(value, ".3g") for m in medians))
-        )
+    medians = {
+        (condition, column): values_of(frames, condition, column).median()
+        for condition in frames.conditions
+        for column in names.values()
+    }
+    arms = [arm["name"] for arm in declaration(study)["arms"]]
+    lines += [
+        row(arm, *(number(values[arm], ".3g") if arm in values else "–" for values in medians.values())) for arm in arms
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def gap_control() -> str:
+    """What GSPO gains with each engine, on the same seeds."""
+    frames = joined(stored("engine_gap"), stored("engine_gap/control_runs"), {"float32": "float32"})
+    wide, narrow = (Condition(name)["gspo_short"] - Condition(name)["grpo"] for name in ("float32", "bfloat16"))
+    lines = [*head("GSPO − GRPO", *(f"{name} [95 % CI]" for name in NAMES.values()))]
+    for name, form in {"float32": wide, "bfloat16": narrow, "bfloat16 − float32": narrow - wide}.items():
+        values = (student(form.values(frames, endpoint)).printed(".3f") for endpoint in NAMES)
+        lines.append(row(name, *values))
     return "\n".join(lines) + "\n"
 
 
@@ -230,10 +239,7 @@ def depths() -> str:
 
     lines = [*head("layers, rate", *columns)]
     for name in depth.study.conditions:
-        if name in frames.conditions:
-            lines.append(
-                row(name.replace("=", " ").replace(",", ", "), *(cell(name, *how) for how in columns.values()))
-            )
+        lines.append(row(name.replace("=", " ").replace(",", ", "), *(cell(name, *how) for how in columns.values())))
     return "\n".join(lines) + "\n"
 
 
@@ -376,9 +382,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "part_doses": part_doses,
     "losses": losses,
     "movements": lambda: movements("stale_or_spread", MOVES),
-    "depths": depths,
-    "gaps": lambda: movements("engine_gap", GAPS),
     "deep_movements": lambda: movements("deep", MOVES | {"slots changed": "expert_change_rate"}),
+    "gaps": lambda: movements("engine_gap", GAPS),
+    "gap_control": gap_control,
+    "depths": depths,
 }
 
 

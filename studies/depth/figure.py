@@ -21,7 +21,6 @@ def draw(frames: Frames) -> Figure:
     frames = with_logs(frames)
     figure, axes = plots.new_figure(3, "Do routes change more in deeper models?", width=13)
     deeper = {**EQUAL_RATE, 48: at(48, 2e-4)}
-    deeper = {depth: here for depth, here in deeper.items() if here.name in frames.conditions}
     for ax, name in zip(axes, (STEP, UPDATE), strict=False):
         draw_line(ax, frames, name, deeper, "one rate, 2e-4", "-")
         draw_line(ax, frames, name, EQUAL_KL, "rates of equal KL in the pilot", ":")
@@ -40,7 +39,7 @@ def draw(frames: Frames) -> Figure:
 
 
 def draw_line(ax: Axes, frames: Frames, name: str, places: Mapping[int, Condition], label: str, style: str) -> None:
-    """GRPO's means with intervals over depths, of what has a log, as percent."""
+    """Percent of GRPO's slots over depths, means with intervals; `name` is that of their log."""
     colour, means = plots.colour_of("grpo", ["grpo"]), []
     x = [depth * (0.96 if style == ":" else 1) for depth in places]
     for depth, here in zip(x, places.values(), strict=True):

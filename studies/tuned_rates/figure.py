@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from contrasts import Rule
@@ -27,7 +26,9 @@ def draw_rules(frames: Frames, rules: Iterable[Rule], title: str) -> Figure:
     rules = [*rules]
     forms = {name: form for rule in rules for family in rule.families.values() for name, form in family.items()}
     figure.set_figheight(max(figure.get_figheight(), 1.5 + 0.42 * len(forms)))
-    first = {name: re.split(" − |, | at ", name.replace("gspo-wide", "gspo_short"))[0] for name in forms}
+    first = {
+        name: next(arm for _, arm in form.weights).replace("gspo-wide", "gspo_short") for name, form in forms.items()
+    }
     colours = {name: plots.colour_of(arm, [*dict.fromkeys(first.values())]) for name, arm in first.items()}
     for ax, endpoint in zip(axes, (rules[0].endpoint, rules[0].secondary), strict=True):
         rows = plots.rows_of(ax, {name: form.values(frames, endpoint) for name, form in forms.items()}, colours)

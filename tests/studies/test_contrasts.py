@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from contrasts import Both, Condition, Gains, Rule, Within, joined, outcomes, spoken, table_of, table_of_both, values_of
+from contrasts import (
+    NAMES,
+    Both,
+    Condition,
+    Gains,
+    Rule,
+    Within,
+    joined,
+    outcomes,
+    spoken,
+    table_of,
+    table_of_both,
+    values_of,
+)
 
 from moe_rl.errors import RunError
 from tests.studies.test_planned import START, frames_of
@@ -125,7 +138,7 @@ def test_outcomes_of_the_one_rule_are_rows_with_both_endpoints():
     """0.05 and 0.03 on every of four seeds, p = 2 / 2⁴ in each; twice as large after Holm over two."""
     first, second, none = ({seed: value for seed in range(4)} for value in (0.05, 0.03, 0.0))
     found = outcomes({name: ((first, second), (none, none)) for name in ("a − b", "c − b")}, 0.02)
-    text = table_of([(one, one.said) for one in found], "Holm over the 2 comparisons")
+    text = table_of([(one, one.said) for one in found], "Holm over the 2 comparisons", NAMES.values())
     assert "| a − b | 4 | 0.050 [0.050, 0.050] | [0.050, 0.050] | 0.25 | 0.030 [0.030, 0.030] | undecided |" in text
 
 

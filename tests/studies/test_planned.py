@@ -230,13 +230,13 @@ def test_the_verdict_of_a_committed_study_can_be_shown(folder):
 
 
 # ---------------------------------------------------------------------- depth
-def depth_frames(kl: dict[str, float], exponent: float) -> Frames:
-    """A KL for each condition, and slots that change as a power of it: by an update a quarter as many as by a step."""
+def depth_frames(kl: dict[str, float]) -> Frames:
+    """A KL for each condition, and slots that change as its root: by an update a quarter as many as by a step."""
     rng, runs, steps, updates = np.random.default_rng(0), [], [], []
     for condition, value in kl.items():
         for seed in range(8):
             key = {"arm": "grpo", "condition": condition, "seed": seed, "step": 20}
-            slots = 0.4 * value**exponent * np.exp(rng.normal(0, 0.01))
+            slots = 0.4 * value**0.5 * np.exp(rng.normal(0, 0.01))
             runs.append({**key, "state": "finished", "steps": 20})
             steps.append({**key, "token_kl_k3": value, "expert_change_rate": slots})
             updates.append({**key, "update": 1, "expert_change_rate": slots / 4})
@@ -250,11 +250,11 @@ def depth_kl(grows: float, at_24: float = 1.0) -> dict[str, float]:
 
 
 def test_slots_that_follow_the_root_of_the_kl_change_with_depth_at_one_rate_alone():
-    rate, kl = depth.judged(depth_frames(depth_kl(grows=0.25), 0.5))
+    rate, kl = depth.judged(depth_frames(depth_kl(grows=0.25)))
     assert rate[1] == "an effect" and kl[1] == "no difference that matters"
     assert rate[0].primary.difference.mean == pytest.approx(0.125 * math.log(2), abs=0.01)
 
 
 def test_nothing_is_said_of_an_equal_kl_that_is_not_equal():
-    assert depth.judged(depth_frames(depth_kl(grows=0.25, at_24=1.6), 0.5))[1][1] == VOID
-    assert depth.judged(depth_frames(depth_kl(grows=0.25, at_24=1.4), 0.5))[1][1] == "no difference that matters"
+    assert depth.judged(depth_frames(depth_kl(grows=0.25, at_24=1.6)))[1][1] == VOID
+    assert depth.judged(depth_frames(depth_kl(grows=0.25, at_24=1.4)))[1][1] == "no difference that matters"
