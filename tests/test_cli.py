@@ -104,15 +104,17 @@ def kill_again_and_again(kills: int, arguments: list[str], out: Path, longest: f
     return met
 
 
-SMALL = [*RUN, "--seeds", "0", "--steps", "40", "--set", "save_every=1"]
+SMALL = [*RUN, "--seeds", "0", "--steps", "100", "--set", "save_every=1"]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kills, arguments, longest", [(12, SMALL, 0.4)])
 def test_a_study_killed_twelve_times_ends_identical_to_an_uninterrupted_one(tmp_path, kills, arguments, longest):
-    whole = fake_runs(tmp_path / "whole", fake_study.study.base.replace(steps=40), seeds=(0,))
+    whole = fake_runs(tmp_path / "whole", fake_study.study.base.replace(steps=100), seeds=(0,))
     met = kill_again_and_again(kills, arguments, tmp_path / "killed", longest, nap=0.04)
-    assert met == kills and committed(tmp_path / "killed") < 3 * 40, "the study was too quick to be killed: lengthen it"
+    assert met == kills and committed(tmp_path / "killed") < 3 * 100, (
+        "the study was too quick to be killed: lengthen it"
+    )
     code, _, err = ended(moe_rl(*arguments, "--out", str(tmp_path / "killed")))
     assert code == 0, err
     for a in run_folders(whole):
@@ -122,14 +124,21 @@ def test_a_study_killed_twelve_times_ends_identical_to_an_uninterrupted_one(tmp_
         assert not list(b.rglob(".tmp-*"))
 
 
+def until_running(process, out):
+    """The folder of the only run, as soon as it is running."""
+    path = out / "fake" / "grpo" / "base" / "seed=0"
+    while runs.state(path)["state"] != "running":
+        assert process.poll() is None, "the study ended before its run began"
+        time.sleep(0.1)
+    return path
+
+
 def test_workers_die_with_a_study_that_is_killed_alone(tmp_path):
     process = moe_rl(*RUN, "--seeds", "0", "--steps", "1000", "--out", str(tmp_path), nap=0.05)
-    path = tmp_path / "fake" / "grpo" / "base" / "seed=0"
-    deadline = time.time() + 60
-    while runs.state(path)["state"] != "running" and time.time() < deadline:
-        time.sleep(0.1)
+    path = until_running(process, tmp_path)
     process.kill()
     process.wait()
+    deadline = time.time() + 60
     while runs.state(path)["state"] == "running" and time.time() < deadline:
         time.sleep(0.1)
     assert runs.state(path)["state"] == "interrupted"
@@ -148,9 +157,7 @@ def test_watch_waits_for_a_study_and_not_for_what_is_none(tmp_path, monkeypatch,
 
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
     process = moe_rl(*RUN, "--seeds", "0", "--steps", "1000", "--out", str(tmp_path), nap=0.05)
-    path = tmp_path / "fake" / "grpo" / "base" / "seed=0"
-    while runs.state(path)["state"] != "running":
-        time.sleep(0.1)
+    path = until_running(process, tmp_path)
     workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in str(child.cmdline())]
     masks = [re.search(r"SigBlk:\s+(\w+)", Path(f"/proc/{w.pid}/status").read_text())[1] for w in workers]
     assert masks and all(int(mask, 16) & 1 << signal.SIGINT - 1 for mask in masks), "the parent decides on Ctrl-C"

@@ -43,7 +43,7 @@ def test_two_ranks_get_the_sums_of_both(tmp_path):
     ranks = [context.Process(target=rank_sums, args=(rank, tmp_path, queue)) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    found = [queue.get(timeout=60) for _ in ranks]
+    found = [queue.get(timeout=600) for _ in ranks]
     for rank in ranks:
         rank.join()
     assert found[0] == found[1]

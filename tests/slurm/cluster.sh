@@ -51,14 +51,14 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
   slurmctld && slurmd || return 1
-  for _ in $(seq 300); do sinfo -h -o %T 2> /dev/null | grep -qx idle && return 0; sleep 0.1; done
+  for _ in $(seq 1200); do sinfo -h -o %T 2> /dev/null | grep -qx idle && return 0; sleep 0.1; done
   echo "SLURM did not come up; see $dir/log" >&2
   return 1
 }
 
 down() {
   scancel --user="$(id -un)" 2> /dev/null
-  for _ in $(seq 300); do  # a step that outlived its controller would report to it for ever, and slurmd wait for it
+  for _ in $(seq 1200); do  # a step that outlived its controller would report to it for ever, and slurmd wait for it
     squeue --noheader 2> /dev/null | grep -q . || break
     sleep 0.2
   done

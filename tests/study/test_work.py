@@ -20,7 +20,7 @@ from moe_rl.study.workers import carry_out, environment
 from tests.fake_study import study
 from tests.forked import Forked
 
-STEPS = 12
+STEPS = 60
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_under_replay_every_router_gets_a_gradient_from_the_policy(tmp_path, che
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_right_after_generation_every_ratio_is_one(tmp_path, rows):
-    """Exactly, where TRL scores and trains in equal batches; with its shuffle between, up to rounding."""
+    """Up to rounding: TRL scores without a gradient, and with its shuffle in other batches."""
     trainer = ours(
         tmp_path, routing=REPLAY, per_device_train_batch_size=rows, gradient_accumulation_steps=1, max_steps=16
     )
@@ -136,7 +136,7 @@ def test_right_after_generation_every_ratio_is_one(tmp_path, rows):
     largest = logged(trainer, "ratios/token_log_ratio_max")
     fresh = largest[::8]
     assert len(largest) == 16
-    assert max(fresh) == 0 if rows == 1 else max(fresh) < 2e-6
+    assert max(fresh) < 2e-6
     assert min(set(largest) - set(fresh)) > 1e-4
     assert logged(trainer, "routing/expert_change_rate")[::8] == [0, 0] == logged(trainer, "routing/pull")[::8]
 
@@ -159,7 +159,7 @@ def test_adapters_that_are_switched_off_for_the_reference_do_not_lend_their_rout
         assert len(step["old"]) == 8
         assert all(used({**step, "old": step["old"][:4]}))
         assert not all(used({**step, "old": step["old"][4:]}))
-    assert logged(trainer, "ratios/token_log_ratio_max")[0] == 0
+    assert logged(trainer, "ratios/token_log_ratio_max")[0] < 2e-6
 
 
 def test_evaluation_is_trls_own_under_replay_too(tmp_path):

@@ -68,7 +68,8 @@ def kill_the_worker(process, log, step):
         assert process.poll() is None, "verl ended before it had logged the step"
         time.sleep(0.1)
     below = psutil.Process(process.pid).children(recursive=True)
-    next(child for child in below if "WorkerDict" in "".join(child.cmdline())).kill()
+    named = psutil.process_iter(["cmdline"])  # processes of Ray that end meanwhile have no words
+    next(child for child in named if child in below and "WorkerDict" in "".join(child.info["cmdline"] or [])).kill()
 
 
 def test_a_study_is_run_by_verl_and_read_into_our_tables(assets, tmp_path):
