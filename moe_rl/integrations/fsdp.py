@@ -175,7 +175,8 @@ class FSDPPolicy(HFPolicy):
         self, batch: MiniBatch, objective: Objective, noise: Noise | None = None
     ) -> tuple[list, float, Mapping[str, float]]:
         outputs, loss, metrics = super()._backward(_even(batch), objective, noise)
-        total = ranks.sum_over_ranks({"loss": loss, **metrics})
+        total = ranks.sum_over_ranks({"loss": loss, "positions": self.positions, **metrics})
+        self.padding = 1 - int(batch.attention_mask.sum()) / total.pop("positions")
         outputs = [rows_of(x, slice(len(batch)), batch.tokens.shape[1]) for x in outputs]
         return outputs, total.pop("loss"), total
 

@@ -10,12 +10,13 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.registry import lookup
@@ -24,9 +25,6 @@ from moe_rl.storage.commits import Row
 from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import LABELS, labels_of, load_study
 from moe_rl.storage.links import replaced
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Tables = Mapping[str, Sequence[Row]]
 
@@ -174,7 +172,7 @@ def export(root: Path, target: str) -> Iterator[str]:
     tables = {name: dict(iter(frame.groupby(LABELS[:4]))) for name, frame in frames.tables.items()}
     for row in frames.runs.itertuples():
         key = (row.study, row.arm, row.condition, row.seed)
-        rows = {name: _measured(by_run[key]) for name, by_run in tables.items() if key in by_run}
+        rows = {name: by_run[key].to_dict("records") for name, by_run in tables.items() if key in by_run}
         run = Tracked(*key, config=json.loads(row.config), created=row.created)
         values, end = values_of(rows), run.created
         try:
@@ -188,13 +186,8 @@ def export(root: Path, target: str) -> Iterator[str]:
         yield f"{run.place}: {len(values)} steps"
 
 
-def _measured(frame: pd.DataFrame) -> list[Row]:
-    """The rows of a frame, without the values that were not measured."""
-    return [{key: value for key, value in row.items() if value == value} for row in frame.to_dict("records")]
-
-
 def values_of(tables: Tables) -> dict[int, dict[str, float]]:
-    """The numbers of the rows by step, in order; what is no number, or was not measured, is left out."""
+    """The numbers of the rows by step, in order; what is no finite number is left out."""
     values: dict[int, dict[str, float]] = {}
     for table, keys in TABLES.items():
         for row in tables.get(table, []) if table not in COMPLETIONS else ():
@@ -202,7 +195,7 @@ def values_of(tables: Tables) -> dict[int, dict[str, float]]:
             numbers = {
                 f"{table}/{column}{names}": float(value)
                 for column, value in row.items()
-                if column not in (*keys, *LABELS) and isinstance(value, int | float)
+                if column not in (*keys, *LABELS) and isinstance(value, int | float) and math.isfinite(value)
             }
             values.setdefault(row["step"], {}).update(numbers)
     return dict(sorted(values.items()))

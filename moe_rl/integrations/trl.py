@@ -310,7 +310,7 @@ class MonitorCallback(TrainerCallback):
         """After the optimizer's step."""
         self.monitor.__exit__(None, None, None)
         row = {f"routing/{name}": value for name, value in self.monitor.row().items()}
-        if not hasattr(self.trainer, "_metrics"):
+        if row and not hasattr(self.trainer, "_metrics"):
             self.trainer.log(row)
             return
         for name, value in row.items():

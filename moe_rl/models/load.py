@@ -140,7 +140,7 @@ def load(model_config: ModelConfig, seed: int, trust_remote_code: bool = False) 
         config = hf_config(model_config)
         with torch.random.fork_rng(devices=[]):  # drawn on the CPU, so that every device starts from the same weights
             torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would also seed CUDA
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: Any = _with_wide_buffers(AutoModelForCausalLM.from_config(config, dtype=dtype))
         tokenizer = byte_tokenizer(config.vocab_size)
     else:
         model, tokenizer = _load_checkpoint(model_config, dtype, trust_remote_code)
@@ -228,7 +228,17 @@ def skeleton(model_config: ModelConfig, trust_remote_code: bool = False) -> PreT
 
     config, (_, dtype) = hf_config(model_config, trust_remote_code), placement(model_config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
+    return _with_wide_buffers(model).eval()
+
+
+def _with_wide_buffers(model: PreTrainedModel) -> PreTrainedModel:
+    """A new model with the buffers in float32 that `from_pretrained` would keep so, e.g. correction biases."""
+    wide = model._keep_in_fp32_modules_strict or () if model.dtype.itemsize == 2 else ()
+    for module in model.modules():
+        for name in module._buffers.keys() & wide:
+            module._buffers[name] = module.get_buffer(name).float()
+    return model
 
 
 def placement(model_config: ModelConfig) -> tuple[torch.device, torch.dtype]:

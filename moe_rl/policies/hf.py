@@ -276,7 +276,7 @@ class HFPolicy:
         self.optimizer.zero_grad(set_to_none=True)
         metrics: Counter[str] = Counter()
         parts, loss = [], 0.0
-        positions = real = 0
+        self.positions = 0
         looks = "router" in objective.needs
         inputs_of = self._router_inputs(batch, objective, noise) if looks else lambda rows, part, routed: {}
         cuts = self._cut(batch, self.micro_batch)
@@ -289,10 +289,10 @@ class HFPolicy:
                 self._prepare_backward(last=number == len(cuts))
                 out.loss.backward()
             loss += out.loss.item()
-            positions, real = positions + part.tokens.numel(), real + int(part.attention_mask.sum())
+            self.positions += part.tokens.numel()
             metrics.update(out.metrics)
             parts.append(move_beside(batch, logprobs.detach(), entropy.detach(), *routed.traces, out.clipped_by))
-        self.padding = 1 - real / positions
+        self.padding = 1 - int(batch.attention_mask.sum()) / self.positions
         return self._join(parts, batch, cuts), loss, dict(metrics)
 
     def _prepare_backward(self, last: bool) -> None:

@@ -203,6 +203,8 @@ def case(name: str) -> dict:
     facts["gradient"] = far(*gradients) / gradients[0].abs().max().item()
     u, v = (p.update(part, PARTS) for p in (hf, ours))
     facts["updated"] = max(far(u.logprobs, v.logprobs), abs(u.loss / v.loss - 1), abs(u.grad_norm / v.grad_norm - 1))
+    real, positions = int(part.attention_mask.sum()), sum(ranks.gather(ours.positions))
+    facts["padding"] = [ranks.gather(ours.padding), 1 - real / positions]
     facts["metrics"] = {key: [value, v.metrics[key]] for key, value in u.metrics.items()}
     facts["updated routes"] = (
         u.routes == v.routes

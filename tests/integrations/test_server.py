@@ -19,7 +19,7 @@ from moe_rl.config import Arm, RunConfig
 from moe_rl.errors import ConfigError, RunError
 from moe_rl.integrations.vllm import server as http
 from moe_rl.integrations.vllm.push import CheckedEngine, Tolerance, probe_prompts
-from moe_rl.integrations.vllm.server import BatchIncomplete, ServerEngine
+from moe_rl.integrations.vllm.server import ServerEngine
 from moe_rl.registry import Component
 from moe_rl.types import Sampling
 from tests.rollouts.fake_engine import PROMPTS, FakeEngine, as_base64, policy_of, routes_of, small
@@ -96,7 +96,7 @@ def server(tmp_path, loaded, monkeypatch):
 
 
 def engine_of(server, loaded, tmp_path, **settings):
-    settings = {"timeout": 5.0, "retries": 2, "concurrency": 4, **settings}
+    settings = {"timeout": 60.0, "retries": 2, "concurrency": 4, **settings}
     engine = ServerEngine(server.url, tmp_path / "served", loaded.tokenizer, **settings)
     probes = probe_prompts(loaded.tokenizer, 258)
     return CheckedEngine(engine, policy_of(loaded).score, probes, Tolerance.of("float32"), temperature=1.0)
@@ -171,6 +171,14 @@ def test_a_push_whose_answer_was_lost_is_sent_again(server, loaded, tmp_path, mo
     assert len(engine.generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)) == 3
 
 
+def test_log_probs_of_the_arg_max_are_known_at_temperature_one_alone(server, loaded, tmp_path):
+    engine, greedy = engine_of(server, loaded, tmp_path), replace(SAMPLING, greedy=True)
+    (one, *_), (half, *_) = (
+        engine.generate(PROMPTS, 1, key=(3,), sampling=replace(greedy, temperature=t)) for t in (1.0, 0.5)
+    )
+    assert one.tokens == half.tokens and one.logprobs.isfinite().all() and half.logprobs.isnan().all()
+
+
 def test_passing_failures_are_tried_again(server, loaded, tmp_path):
     engine = engine_of(server, loaded, tmp_path)
     expected = engine.generate(PROMPTS, 2, key=(3,), sampling=SAMPLING)
@@ -182,25 +190,23 @@ def test_passing_failures_are_tried_again(server, loaded, tmp_path):
 
 def test_retries_end(server, loaded, tmp_path):
     server.faults = lambda number: 503
-    with pytest.raises(BatchIncomplete, match="in 3 tries.* HTTP 503.*on purpose") as raised:
+    with pytest.raises(RunError, match="in 3 tries.* HTTP 503.*on purpose"):
         engine_of(server, loaded, tmp_path, concurrency=1).generate(PROMPTS, 1, key=(3,), sampling=SAMPLING)
-    assert raised.value.rollouts == [None] * 3
     assert server.completions == 3, "one request is tried to the end, and the others are spared"
 
 
 def test_a_refusal_is_final_and_leaves_the_others_alone(server, loaded, tmp_path):
     server.faults = lambda number: 400 if number == 2 else None
     engine = engine_of(server, loaded, tmp_path, concurrency=1)
-    with pytest.raises(BatchIncomplete, match="5 of 6 .*HTTP 400") as raised:
+    with pytest.raises(RunError, match="5 of 6 .*HTTP 400"):
         engine.generate(PROMPTS, 2, key=(3,), sampling=SAMPLING)
-    assert [r is None for r in raised.value.rollouts].count(True) == 1
-    assert server.completions == 6
+    assert len(engine.engine.received) == 5 and server.completions == 6
 
 
 def test_a_server_that_says_nothing_times_out(server, loaded, tmp_path):
     server.faults = lambda number: lambda handler: time.sleep(0.4)
     engine = engine_of(server, loaded, tmp_path, timeout=0.1, retries=1, concurrency=1)
-    with pytest.raises(BatchIncomplete, match="in 2 tries"):
+    with pytest.raises(RunError, match="in 2 tries"):
         engine.generate(PROMPTS[:1], 1, key=(3,), sampling=SAMPLING)
 
 
@@ -230,10 +236,10 @@ def test_a_server_that_dies_mid_batch_loses_nothing_already_received(server, loa
         handler.connection.close()
 
     server.faults = lambda number: dies if number > 5 else None
-    with pytest.raises(BatchIncomplete, match="of 12 completions") as raised:
+    with pytest.raises(RunError, match="of 12 completions"):
         engine.generate(PROMPTS, 4, key=(3,), sampling=SAMPLING)
-    kept = [n for n, r in enumerate(raised.value.rollouts) if r is not None]
-    assert len(kept) >= 5 and all(same(raised.value.rollouts[n], whole[n]) for n in kept)
+    kept = [*engine.engine.received.values()]
+    assert len(kept) >= 5 and all(any(same(rollout, other) for other in whole) for rollout in kept)
 
     again = Server(tmp_path / "again", loaded)
     engine.engine.client = http.Client(again.url)
@@ -279,9 +285,10 @@ def test_an_answer_that_cannot_be_one_leaves_the_others(server, loaded, tmp_path
         return reply
 
     monkeypatch.setattr(server, "complete", spoiled)
-    with pytest.raises(BatchIncomplete, match=match) as raised:
-        engine_of(server, loaded, tmp_path, concurrency=1).generate(PROMPTS, 2, key=(9,), sampling=SAMPLING)
-    assert [r is None for r in raised.value.rollouts].count(True) == 1
+    engine = engine_of(server, loaded, tmp_path, concurrency=1)
+    with pytest.raises(RunError, match=match):
+        engine.generate(PROMPTS, 2, key=(9,), sampling=SAMPLING)
+    assert len(engine.engine.received) == 5
 
 
 class Seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from moe_rl.integrations.verl.losses import loss_of
 from moe_rl.integrations.verl.reward import compute_score, row_of
 from moe_rl.integrations.verl.rollouts import read_rollouts
 from moe_rl.integrations.verl.settings import Data, check_settings, overrides_of
-from moe_rl.integrations.verl.study import check
+from moe_rl.integrations.verl.study import _follow, check
 from moe_rl.models.load import load, save_checkpoint
 from moe_rl.objectives.methods import arm
 from moe_rl.registry import Component
@@ -297,7 +298,7 @@ def test_a_log_becomes_rows(tmp_path):
             "own_pull": 0.25,
             "own_token_ess": 0.9,
             "own_coverage": 1.0,
-            "engine_kl_k3": 1e-9,
+            "own_engine_kl_k3": 1e-9,
             "engine_expert_change_rate": 0.03,
             "expert_change_rate": 0.15,
             "eval_exact_greedy": 0.25,
@@ -324,6 +325,13 @@ def test_a_log_is_read_on_from_where_it_ended(tmp_path):
     second, _ = entries(part, end)
     assert [step for step, _ in first] == [1] and end < cut
     assert first + second == entries(tmp_path / "a.jsonl")[0] and second[0][1]["critic/score/mean"] == 0.75
+
+
+def test_a_listener_gets_the_evaluation_before_the_first_step(tmp_path):
+    file, given = write(tmp_path / "a.jsonl", (0, {"val-core/x/acc/mean@1": 0.125}), (1, FIRST)), []
+    ended, folder = SimpleNamespace(poll=lambda: 0), SimpleNamespace(step=0, stopping=lambda: False)
+    _follow(ended, folder, [file], lambda rows: given.append(rows["steps"]))
+    assert given == [[row] for row in read_log([file])["steps"]] and len(given) == 2
 
 
 def test_several_held_out_sets_have_a_column_each(tmp_path):

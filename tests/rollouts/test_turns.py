@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from moe_rl.integrations.vllm.server import BatchIncomplete
+from moe_rl.errors import RunError
 from moe_rl.rollouts.batches import collate
 from moe_rl.rollouts.hf import HFEngine
 from moe_rl.rollouts.turns import generate_by_turns
@@ -172,7 +172,7 @@ def test_a_server_goes_on_from_ids_and_keeps_what_it_answered(server, loaded, tm
     assert all(any(ids[: len(body["prompt"])] == body["prompt"] for ids in whole) for body in server.bodies)
     every, server.completions = server.completions, 0
     server.faults = lambda number: 500 if number == 7 else None  # the first of the second turn
-    with pytest.raises(BatchIncomplete):
+    with pytest.raises(RunError):
         drawn()
     server.faults = lambda number: None
     again = drawn()

@@ -79,8 +79,6 @@ class MegatronPolicy:
         config, dtype = model.config, next(model.parameters()).dtype
         check_layout(parallel, config, ranks.world())
         self.device = ranks.device(device)
-        if self.device.type == "cpu" and dtype != torch.float32:
-            raise ConfigError(f"policy='megatron' on a CPU needs dtype float32, not {dtype}.")
         self.settings, self.layout = optimizer, layout_of(model)
         self.ranks = [parallel.dp, parallel.tp, parallel.pp, parallel.ep, expert_tensor(parallel)]
         self.temperature, self.recompute = temperature, recompute

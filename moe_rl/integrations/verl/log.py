@@ -31,7 +31,7 @@ STEPS = {
     "timing_s/step": "seconds_step",
     **{
         f"actor/routing/engine_{name}": f"engine_{name}"
-        for name in ("kl_k3", "logprob_mean", "beyond_2", "expert_change_rate", "any_change_rate", "any_layer_change")
+        for name in ("expert_change_rate", "any_change_rate", "any_layer_change")
     },
     "actor/pg_clipfrac": "own_pg_clipfrac",
     "actor/ppo_kl": "own_ppo_kl",

@@ -20,14 +20,8 @@ from moe_rl.objectives.methods import arm as arm_of
 from moe_rl.registry import Component, Part, needs_of
 
 PREFIX = "moe_rl:"
-AGGREGATIONS = {
-    "token-mean": "token_mean",
-    "token-sum": "token_sum",
-    "seq-mean-token-mean": "seq_mean_token_mean",
-    "seq-mean-token-sum": "seq_mean_token_sum",
-    "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
-}
-"""verl's loss_agg_mode and our names."""
+AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+"""Our names of verl's loss_agg_mode, which has `-` for `_`."""
 PerToken = Float[Tensor, "batch time"]
 Mask = Bool[Tensor, "batch time"]
 
@@ -98,7 +92,7 @@ def _share(mask: Mask, loss_agg_mode: str, batch: Mapping[str, Any]) -> float:
 
 def _require_aggregation(arm: Arm, loss_agg_mode: str, factor: float | None) -> None:
     aggregate = Component.of(arm.aggregate)
-    name, norm = AGGREGATIONS.get(loss_agg_mode), loss_agg_mode == "seq-mean-token-sum-norm"
+    name, norm = loss_agg_mode.replace("-", "_"), loss_agg_mode == "seq-mean-token-sum-norm"
     if aggregate.name != name or dict(aggregate.options) != ({"horizon": factor} if norm else {}):
         raise ConfigError(
             f"the arm {arm.name!r} has aggregate={aggregate}, but actor.loss_agg_mode={loss_agg_mode!r} and "
@@ -109,8 +103,7 @@ def _require_aggregation(arm: Arm, loss_agg_mode: str, factor: float | None) -> 
 def mode_of(aggregate: Part) -> tuple[str, float | None] | None:
     """verl's loss_agg_mode and loss_scale_factor for an arm's aggregation; None where verl has none."""
     use = Component.of(aggregate)
-    back = {ours: theirs for theirs, ours in AGGREGATIONS.items()}
-    return (back[use.name], use.options.get("horizon")) if use.name in back else None
+    return (use.name.replace("_", "-"), use.options.get("horizon")) if use.name in AGGREGATIONS else None
 
 
 def _is_group(step: Component) -> bool:

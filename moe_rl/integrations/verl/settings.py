@@ -180,7 +180,7 @@ WORKS: dict[str, tuple[Callable[[RunConfig], Any], str]] = {
     "optimizer.grad_clip": (lambda run: run.optimizer.grad_clip, "choose a norm, e.g. 1.0"),
     "arm.aggregate": (
         lambda run: losses.mode_of(run.arm.aggregate),
-        f"choose {', '.join(losses.AGGREGATIONS.values())}",
+        f"choose {', '.join(losses.AGGREGATIONS)}",
     ),
     "arm.anchor": (
         lambda run: run.arm.anchor == "policy" or Mode.of({"mode": _mode(run)}).routes in ("", "reported"),
@@ -260,8 +260,10 @@ def _key_of(word: str, decided: Mapping[str, Any]) -> str:
     if match is None:
         raise ConfigError(f"verl.{word}: write verl.PART.KEY=VALUE.")
     key = match[1]
+    if key.endswith("._target_"):
+        raise ConfigError(f"verl.{word}: a study of verl runs verl's own classes. Set other keys.")
     for own in (*decided, *FORMER):
-        if f"{key}.".startswith(f"{own}.") or f"{own}.".startswith(f"{key}.") or key.endswith("._target_"):
+        if f"{key}.".startswith(f"{own}.") or f"{own}.".startswith(f"{key}."):
             raise ConfigError(f"verl.{word}: the study decides {own}. Change its own setting, or set other keys.")
     return key
 

@@ -108,7 +108,7 @@ def execute(
 
 def _follow(process: subprocess.Popen, folder: RunFolder, logs: list[Path], listen: Listener) -> None:
     """Give the rows of every new step to `listen`, until verl's process has ended."""
-    seen, places, running = folder.step, dict.fromkeys(logs, 0), True
+    seen, places, running = folder.step or -1, dict.fromkeys(logs, 0), True
     while running:
         time.sleep(1)
         running = process.poll() is None

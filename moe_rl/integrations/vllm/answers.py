@@ -211,12 +211,16 @@ class CompletionEngine(ABC):
     def _draw(
         self, sampling: Sampling, prompts: list[Prompt], noise: list[tuple[int, ...]], most: list[int]
     ) -> list[Rollout]:
-        """A completion of every prompt; see `turns.Draw`."""
+        """A completion of every prompt; see `turns.Draw`. Log-probs of the arg max at another temperature than 1, or
+        among truncated tokens, are NaN."""
         asked = [
             replace(self.reader.asked(prompt, sampling), max_new_tokens=room)
             for prompt, room in zip(prompts, most, strict=True)
         ]
-        return self.complete(prompts, asked, noise, sampling)
+        rollouts = self.complete(prompts, asked, noise, sampling)
+        if sampling.greedy and (sampling.temperature != 1 or sampling.truncates):  # vLLM has other log-probs there
+            return [replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts]
+        return rollouts
 
     @abstractmethod
     def complete(

@@ -92,7 +92,7 @@ class VLLMEngine(CompletionEngine):
     `memory` is the share of a GPU's memory that vLLM may take. Noise comes from vLLM's generators, one per completion,
     seeded from (key, prompt, sample): runs of this engine share it, but not with the Hugging Face engine. Log-probs are
     those after the temperature and over the tokens that truncation keeps (vLLM's `processed_logprobs`), which it does
-    not name. vLLM knows none for the arg max where either is set: they are NaN.
+    not name.
     """
 
     name = "vLLM"
@@ -127,10 +127,7 @@ class VLLMEngine(CompletionEngine):
         ]
         inputs = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
         outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
-        rollouts = self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
-        if sampling.greedy and (sampling.temperature != 1 or sampling.truncates):
-            return [dataclasses.replace(r, logprobs=r.logprobs * float("nan")) for r in rollouts]
-        return rollouts
+        return self.reader.read(prompts, [_answer(output) for output in outputs], sampling)
 
     def push(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Take over weights in place and forget cached keys and values. See `CheckpointReceiver.push`."""

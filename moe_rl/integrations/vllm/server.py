@@ -53,14 +53,6 @@ HEADERS = "MOE_RL_SERVER_HEADERS"
 """The environment variable with headers of every request, as JSON. No configuration and no record contains them."""
 
 
-class BatchIncomplete(RunError):
-    """Some completions are missing. `rollouts` are the others in their places, with None where one is missing."""
-
-    def __init__(self, message: str, rollouts: list[Rollout | None]):
-        super().__init__(message)
-        self.rollouts = rollouts
-
-
 def _check(
     run: RunConfig, *, url: str, routes: str = "raise", dtype: str | None = None, concurrency: int = CONCURRENCY
 ) -> None:
@@ -126,20 +118,17 @@ class ServerEngine(CompletionEngine):
     def complete(
         self, prompts: list[Prompt], asked: list[Sampling], noise: list[tuple[int, ...]], sampling: Sampling
     ) -> list[Rollout]:
-        """See `CompletionEngine.complete`. Raises BatchIncomplete, with the completions that came, when the server
-        stays away or refuses a request."""
+        """See `CompletionEngine.complete`. Raises RunError when the server stays away or refuses a request."""
         names = [(place, prompt.tokens, request) for place, prompt, request in zip(noise, prompts, asked, strict=True)]
         missing = {name: prompt for name, prompt in zip(names, prompts, strict=True) if name not in self.received}
         refused = self.reader.refused
         failures = self._collect(missing, sampling)
-        placed = [self.received.get(name) for name in names]
-        rollouts = [rollout for rollout in placed if rollout is not None]
+        rollouts = [self.received[name] for name in names if name in self.received]
         self.reader.warn(rollouts, self.reader.refused - refused)
         if failures:
-            raise BatchIncomplete(
+            raise RunError(
                 f"{len(rollouts)} of {len(names)} completions were received from {self.name} and are kept. Generate "
-                f"with the same key to request the other {len(failures)}; the first failure was: {failures[0]}",
-                placed,
+                f"with the same key to request the other {len(failures)}; the first failure was: {failures[0]}"
             ) from failures[0]
         return rollouts
 
