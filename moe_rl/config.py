@@ -194,7 +194,7 @@ class ColdStart(Settings):
     """Share of sampled completions with reward 1 at which it stops; 0: no warm-up."""
     seed: Seed = 0
     """Of initial weights and the order of examples. Runs that share a warm-up give no evidence about other warm-ups."""
-    max_steps: Number = 3000
+    max_steps: Count = 3000
     batch_size: Count = 64
     lr: NotNegative = 2e-3
 
@@ -410,14 +410,10 @@ class RunConfig(Settings):
 
     def own_code(self) -> set[str]:
         """Every `pkg.module:name` that the parts of the run name, in their options too, and a mixture its tasks."""
-        texts = [text for key, text in leaves(self.arm) if key != "name" and isinstance(text, str)]
-        names = {name for text in texts for name in NAMED.findall(text)}
-        parts = (self.policy, self.engine, self.batches)
-        names |= {use.name for part in parts if (use := Component.of(part)).own}
-        tasks = (text for _, text in leaves(self.task) if isinstance(text, str))
-        return names | {
-            text for text in tasks if Component(text).own and not text.startswith(("reasoning_gym:", "jsonl:"))
-        }
+        settings = [text for key, text in leaves(self.arm) if key != "name"]
+        settings += [text for part in (self.task, self.policy, self.engine, self.batches) for _, text in leaves(part)]
+        names = {name for text in settings if isinstance(text, str) for name in NAMED.findall(text)}
+        return {name for name in names if Component(name).own and not name.startswith(("reasoning_gym:", "jsonl:"))}
 
     def exports_after(self, step: int) -> bool:
         """Whether the weights are saved as Hugging Face's files after a step: see `hf_checkpoints`."""

@@ -69,10 +69,10 @@ Class = TypeVar("Class", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def warn_of(old: str, new: str, stacklevel: int = 3) -> None:
+def warn_of(old: str, new: str) -> None:
     """Warn that a name has another one since 0.2."""
     text = f"{old} is called {new} since moe_rl 0.2; 0.3 will not know the old name"
-    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def renamed_arguments(**names: str) -> Callable[[Function], Function]:

@@ -278,7 +278,8 @@ def check_component(part: Callable[..., Any], run: Any) -> Any:
 
 def split_list(text: str | None) -> list[str]:
     """The parts of a text between commas, as `grpo,dapo(a=1,b=2)` has two; commas in brackets belong to a part."""
-    return re.findall(r"(?:[^,()]|\([^()]*\))+", text or "")
+    parts = re.findall(r"(?:[^,()]|\([^()]*\))+", text or "")
+    return [part.strip() for part in parts if part.strip()]
 
 
 def unknown(kind: str, name: str, choices: Iterable[str], other: str = "") -> NoReturn:

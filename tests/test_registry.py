@@ -51,6 +51,7 @@ def test_code_that_a_mixture_names_is_named_by_its_run():
     """Else a table of somebody else's would have it run without being trusted."""
     tasks = (
         "mine:First",
+        "third.mine:Third(digits=3)",
         Component("other.mine:Second", of="jsonl:a.jsonl"),
         "jsonl:b.jsonl",
         "reasoning_gym:spell",
@@ -58,7 +59,7 @@ def test_code_that_a_mixture_names_is_named_by_its_run():
     )
     run = RunConfig(arm=Arm(name="a"), task=Component("mixture", tasks=tasks))
     for one in (run, RunConfig.from_dict(run.to_dict())):
-        assert one.own_code() == {"mine:First", "other.mine:Second"}
+        assert one.own_code() == {"mine:First", "third.mine:Third", "other.mine:Second"}
 
 
 @pytest.mark.parametrize(

@@ -60,22 +60,18 @@ def plot(options: argparse.Namespace) -> int:
             unfinished=options.unfinished,
             everything=options.all,
             trust=options.trust,
-            arms=_listed(options.arms),
-            names=_listed(options.figures),
+            arms=split_list(options.arms),
+            names=split_list(options.figures),
             formats=formats,
         )
     return 0
-
-
-def _listed(text: str | None) -> list[str]:
-    return [part.strip() for part in split_list(text) if part.strip()]
 
 
 def _among(kind: str, text: str, known: Iterable[str]) -> list[str]:
     """The parts of a list. Raises ConfigError for one that is not known."""
     from moe_rl.registry import unknown
 
-    for part in (parts := _listed(text) or [text]):
+    for part in (parts := split_list(text) or [text]):
         if part not in known:
             unknown(kind, part, known)
     return parts

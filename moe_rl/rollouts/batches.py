@@ -272,13 +272,6 @@ class Queue:
             [Rollouts, Rollout, Turn, Prompt, KeptTokens, RoutingTrace, Layout, MoeLayer]
         ):
             state = torch.load(folder / FILE, weights_only=True)
-        stored = [
-            *(batch for batch, _ in state["ready"].values()),
-            *(r for rows in state["begun"].values() for r in rows),
-        ]
-        for held in stored:
-            if "kept" in held.__dict__:  # as it was called before 0.2
-                held.__dict__["kept_tokens"] = held.__dict__.pop("kept")
         self.ready, run = state["ready"], collector.run
         for number, rollouts in state["begun"].items():
             prompts = collector.draw_prompts(run.prompts_per_step, number)

@@ -165,7 +165,8 @@ class HFEngine:
         rows = torch.arange(len(sample), device=self.device)  # of the completions still being drawn
         for t in range(sampling.max_new_tokens):
             if sampling.truncates:
-                may_be_drawn = find_kept(logits, sampling)
+                scaled = logits.float() / sampling.temperature
+                may_be_drawn = kept(scaled, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
                 logits = logits.masked_fill(~may_be_drawn, -torch.inf)
                 if sampling.keep_mask:
                     if conversations is not None:
@@ -255,12 +256,6 @@ class HFEngine:
 
 
 # ---------------------------------------------------------------------- drawing
-def find_kept(logits: Float[Tensor, "rows vocabulary"], sampling: Sampling) -> Bool[Tensor, "rows vocabulary"]:
-    """The tokens that truncated sampling keeps."""
-    scaled = logits.float() / sampling.temperature
-    return kept(scaled, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
-
-
 def draw_noise(key: tuple[int, ...], samples: int, length: int) -> Float[Tensor, "samples length"]:
     """Uniform numbers in [0, 1), float64. Sample i has the same ones however many samples there are."""
     return torch.from_numpy(np.random.default_rng(key).random((samples, length)))

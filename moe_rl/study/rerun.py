@@ -78,7 +78,7 @@ def rerun(
     failures = run_study(study, planned, cache=out / ".cache", jobs=jobs, pooled=False, console=console)
     failed = {failure.path for failure in failures}
     for p in planned:
-        if p.path not in failed and runs.read_manifest(p.path) is not None:  # others were not started
+        if p.path not in failed and "finished" in (runs.read_manifest(p.path) or {}):  # others were not started
             say(console, f"{p.path}: {verdict(frames.select([p.path]), p.path)}")
     return failures
 

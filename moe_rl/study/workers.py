@@ -77,8 +77,8 @@ def run_study(
     `trackers` are given the rows as they are made.
 
     Everything that can be seen to be wrong raises before a process starts, as `unfinished` says. A failing run does not
-    stop the others, unless they would most likely fail alike: after an expected error before a first step, or the same
-    error in runs that differ in more than their seeds while no other run came further. A diverged run is no failure.
+    stop the others, unless they would most likely fail alike: after an error of settings or surroundings before a first
+    checkpoint. A diverged run is no failure.
     Under torchrun all ranks carry out one run after the other, and the first error ends the job.
     """
     console, jobs = console or Console(), at_a_time(jobs, planned)
@@ -107,7 +107,7 @@ def run_study(
                         failures.append(failure)
                         why = "" if failure.expected else f"\n{failure.message}"
                         say(console, ("failed", "red"), f" {failure.path}{why}")
-                        if waiting and failure.expected and not runs.last_step(failure.path):
+                        if waiting and worker.process.exitcode == TO_MEND and not runs.last_step(failure.path):
                             say(console, f"{len(waiting)} more runs are not started: they would fail in the same way")
                             waiting.clear()
                 display.update()
@@ -225,10 +225,11 @@ def run_together(
 
 
 def at_a_time(jobs: int | None, planned: Sequence[Planned]) -> int:
-    """How many runs at a time `--jobs` allows: by default one per GPU where runs are on GPUs, else one per core. Raises
-    ConfigError for none."""
+    """How many runs at a time `--jobs` allows: by default one per GPU where runs are on GPUs, else one per core that
+    this process may use. Raises ConfigError for none."""
     if jobs is None:
-        return len(find_gpus(planned)) or os.cpu_count() or 1
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        return len(find_gpus(planned)) or len(allowed) or os.cpu_count() or 1
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} must be at least 1")
     return jobs

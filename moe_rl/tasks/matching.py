@@ -7,7 +7,7 @@ import importlib.util
 import re
 import threading
 from collections.abc import Callable, Sequence
-from decimal import Decimal
+from decimal import Context, Decimal
 from itertools import accumulate
 from typing import Any
 
@@ -61,7 +61,8 @@ def last_number(text: str) -> str:
 
 def _in_one_form(number: str) -> str:
     """Exactly, however many digits it has."""
-    return f"{Decimal(number.replace(',', '')).normalize():f}"
+    number = number.replace(",", "")
+    return f"{Decimal(number).normalize(Context(prec=len(number))):f}"
 
 
 MATCHES: dict[str, Match] = {"exact": exact, "math": mathematical, "integer": integer}

@@ -109,8 +109,8 @@ class Limited:
 
     def __call__(self, **keywords: Any) -> Scores:
         if self.pool is None:
-            self.pool = get_context("spawn").Pool(1, _begin, (self.name,))
-            self.group = self.pool.apply(os.getpid)  # the function is imported
+            self.pool = get_context("spawn").Pool(1)
+            self.group = self.pool.apply(_begin, (self.name,))
         answer = self.pool.apply_async(_call, (self.name,), keywords)
         answer.wait(self.seconds)
         if answer.ready():
@@ -124,8 +124,8 @@ class Limited:
         return [LATE] if count == 1 else [self(**row)[0] for row in each]
 
 
-def _begin(name: str) -> None:
-    """In a new process: it and what it starts are one group, which ends with the parent."""
+def _begin(name: str) -> int:
+    """Import the function in a new process: it and what it starts are one group, which ends with the parent."""
 
     def end_with_parent() -> None:
         if (parent := parent_process()) is not None:
@@ -135,6 +135,7 @@ def _begin(name: str) -> None:
     os.setsid()
     threading.Thread(target=end_with_parent, daemon=True).start()
     import_callable("reward", name)
+    return os.getpid()
 
 
 def _call(name: str, **keywords: Any) -> Scores:

@@ -365,22 +365,6 @@ def test_an_interrupted_run_ends_identical_with_all_that_waited(mode, tmp_path):
     )
 
 
-def test_a_queue_from_before_kept_tokens_had_their_name_goes_on_equal(tmp_path):
-    run = PARTIAL.replace(top_k=5, steps=4, eval_every=2)
-    carry_out(run, tmp_path / "whole")
-    carry_out(run.replace(steps=2), tmp_path / "cut")
-    (commit,) = (tmp_path / "cut").glob("commit/*")
-    state = torch.load(commit / "checkpoint/batches.pt", weights_only=False)
-    stored = [*(batch for batch, _ in state["ready"].values()), *(r for rows in state["begun"].values() for r in rows)]
-    for one in stored:
-        vars(one)["kept"] = vars(one).pop("kept_tokens")
-    assert any(one.__dict__["kept"] is not None for one in stored)
-    torch.save(state, commit / "checkpoint/batches.pt")
-    (commit / "checkpoint.sha256").write_text(digest(commit / "checkpoint"))
-    carry_out(run, tmp_path / "cut")
-    assert frames.diff(tmp_path / "whole", tmp_path / "cut") is None
-
-
 def test_a_queue_whose_file_is_gone_is_not_filled_anew(tmp_path):
     run = LAGGED.replace(steps=2, eval_every=2)
     carry_out(run, tmp_path / "run")

@@ -49,7 +49,7 @@ class Words:
         right = completion == prompt.answer
         if self.fault == "reward":
             return 1 / (not right) if right else 2.0 * bool(completion)
-        return 0.5 * right if self.fault == "low" else float(right)
+        return {"low": 0.5, "rounded": 1 - 1e-9}.get(self.fault, 1.0) * right
 
 def narrow(batch, unconstrained):
     return unconstrained.routes.rows(slice(0, 1))
@@ -131,6 +131,7 @@ def test_a_preview_shows_prompt_and_answer_and_what_does_not_fit():
 def test_reference_answers_that_are_not_right_are_a_caution():
     _, (caution,) = preview(TINY.replace(task=Component("rehearsed:Words", fault="low"), max_new_tokens=9))
     assert "512 of 512" in caution and "'yes' to 'word 0' has 0.5" in caution
+    assert preview(TINY.replace(task=Component("rehearsed:Words", fault="rounded"), max_new_tokens=9))[1] == []
 
 
 @pytest.mark.parametrize("limit", [{}, {"reward_timeout": 30.0}])

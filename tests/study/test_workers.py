@@ -10,6 +10,7 @@ from rich.console import Console
 
 from moe_rl.errors import RunError
 from moe_rl.objectives.methods import arm
+from moe_rl.storage.folder import RunFolder, last_step
 from moe_rl.study.workers import at_a_time, find_gpus, in_turns, run_study
 from tests.fake_study import study as fake
 
@@ -35,12 +36,21 @@ def test_workers_are_spread_over_the_gpus_and_there_is_one_for_each(tmp_path, mo
     assert Counter(file.read_text() for file in tmp_path.rglob("gpu")) == seen
 
 
+def test_a_run_that_another_process_carries_out_does_not_keep_the_others_waiting(tmp_path):
+    planned = replace(fake, arms=fake.arms[:1], factors={}).runs(tmp_path, range(2), 2)
+    config = planned[0].config
+    with RunFolder.open(planned[0].path, config.to_dict(), config.hash):
+        (failure,) = run_study(fake, planned, cache=tmp_path / ".cache", jobs=1, console=Console(file=io.StringIO()))
+    assert failure.path == planned[0].path and last_step(planned[1].path) == 2
+
+
 def test_runs_that_name_their_gpu_or_have_none_are_not_spread(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5})
     for device, count in (("cuda", 3), ("cuda:1", 0), ("cpu", 0)):
         planned = on(device).runs(tmp_path, [0], 1)
         assert len(find_gpus(planned)) == count
-        assert at_a_time(None, planned) == (count or os.cpu_count())
+        assert at_a_time(None, planned) == (count or 1)
 
 
 def test_as_many_seeds_as_there_are_jobs_take_turns(tmp_path):

@@ -153,7 +153,7 @@ def test_options_that_cannot_be_are_refused_before_anything_is_called(made, opti
 
 
 def test_a_call_beyond_the_limit_is_ended_and_counted_for_its_completion_alone(made):
-    task = made(rewards=own("slow", "correct"), reward_weights=[0, 1], reward_timeout=0.3)
+    task = made(rewards=own("slow", "correct"), reward_weights=[0, 1], reward_timeout=2.0)
     try:
         rewards = rewards_of(task, task.lines[:3], ["1", "loop", "3"])
     finally:
@@ -205,6 +205,13 @@ def test_a_mixture_scores_each_prompt_by_its_own_task(made, tmp_path):
     assert sys.modules["own_rewards"].SEEN[-1]["completions"] == [[{"role": "assistant", "content": "12"}]]
     assert {0, 1} == {*kinds} and [1 / 8 if kind == 0 else 1.0 for kind in kinds] == rewards
     assert columns_of(rewards) == {"reward_later": 1 / 8}
+
+
+def test_a_function_that_only_this_process_can_import_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "here_alone.py").write_text("import multiprocessing\nassert not multiprocessing.parent_process()")
+    with pytest.raises(AssertionError):
+        Limited("here_alone:reward", 3.0)(completions=["a"])
 
 
 def test_what_a_late_function_started_ends_with_it(tmp_path, monkeypatch):
