@@ -291,7 +291,7 @@ class Arm(Settings):
     sequences, nor in the mean of a sequence's ratio. With `corrections` it counts in all three."""
     terms: AllNamed = ()
     """Terms added to the loss, e.g. `Component("entropy", coef=0.01)`: `objectives.terms`."""
-    advantage: Annotated[Part | tuple[Part, ...], PlainValidator(_make_uses)] = (Component("group"),)
+    advantage: Annotated[tuple[Part, ...], PlainValidator(_make_uses)] = (Component("group"),)
     """Steps from rewards to advantages, e.g. `("overlong", "group", Component("clipped", at=2.0))`:
     `objectives.advantages`."""
     routes: Named = Component("live")

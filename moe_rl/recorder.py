@@ -80,9 +80,7 @@ class Recorder:
         self.step, self.batch, self.unconstrained, self.split = step, batch, unconstrained, split
         if self.run.truncates and self.run.sampling_mask and batch.kept_tokens is None:
             warnings.warn("the engine does not report what sampling kept: log-probs are over all tokens", stacklevel=2)
-        self.lags = None if batch.sampled_at is None else step - 1 - batch.sampled_at
-        """Steps between the weights that drew a response token and those of `unconstrained`."""
-        self.fresh = self.lags is None or not bool(self.lags[batch.response_mask].any())
+        self.fresh = batch.lag is None or not bool(batch.lag[batch.response_mask].any())
         self.updates: list[Row] = []
         self.per_epoch = len(split) // self.run.epochs
         self.log_ratio = torch.zeros_like(batch.rollout_logprobs).repeat(self.run.epochs, 1)
@@ -139,8 +137,8 @@ class Recorder:
                 if values := [update[name] for update in self.updates if name in update]:
                     row[name] = sum(values) / len(values)
             by_lag = self._by_lag() if Component.of(self.run.batches).options.get("lag") or not self.fresh else []
-            if self.lags is not None and by_lag:
-                of_tokens = self.lags[self.batch.response_mask].double()
+            if self.batch.lag is not None and by_lag:
+                of_tokens = self.batch.lag[self.batch.response_mask].double()
                 row |= {"lag_mean": of_tokens.mean().item(), "lag_max": of_tokens.max().item()}
             row["first_update_log_ratio_max"] = self.updates[0]["token_log_ratio_max"]
         layers = [{"step": self.step} | a | b for a, b in zip(moe_layers, engine_moe_layers, strict=True)]
@@ -149,11 +147,11 @@ class Recorder:
     def _by_lag(self) -> list[Row]:
         """A row per lag that response tokens have: how far the policy had gone from what drew them before it trained on
         them, and what the arm's ratios and clips then did to them."""
-        if self.lags is None:
+        if self.batch.lag is None:
             return []
         rows = []
-        for lag in self.lags[self.batch.response_mask].unique().tolist():
-            part = replace(self.batch, response_mask=self.batch.response_mask & (self.lags == lag))
+        for lag in self.batch.lag[self.batch.response_mask].unique().tolist():
+            part = replace(self.batch, response_mask=self.batch.response_mask & (self.batch.lag == lag))
             counted = self.counted & part.response_mask.repeat(self.run.epochs, 1)
             gap = engine_row(part, self.unconstrained)[0]
             rows.append(
@@ -238,12 +236,12 @@ class Probe:
         detail: bool,
         timed: Callable[[str], AbstractContextManager[None]],
     ):
-        first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
-        per_mini_batch = len(batch) if settings.full else max(1, settings.responses // first)
+        self.first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
+        per_mini_batch = len(batch) if settings.full else max(1, settings.responses // self.first)
         self.policy, self.detail, self.timed = policy, detail or settings.full, timed
         self.step_batch, self.unconstrained = batch, unconstrained
         self.parts = [index[:per_mini_batch] for index in split]
-        rows = torch.cat(self.parts[:first])
+        rows = torch.cat(self.parts[: self.first])
         self.batch = batch.rows(rows)
         self.old = unconstrained.rows(rows, self.batch.tokens.shape[1])
         self.scores = policy.score(self.batch, scores=True).scores if self.detail else None
@@ -254,8 +252,9 @@ class Probe:
         """What each of these updates changed, a row per MoE layer."""
 
     def score_before(self, update: int) -> Row:
-        """Detail: attribution on the mini-batch about to be updated (undefined at the first: nothing has moved)."""
-        if not self.detail or update == 0:
+        """Detail: attribution on the mini-batch about to be updated; undefined at the first, where nothing has moved,
+        and after the first epoch, whose tokens were trained on."""
+        if not (self.detail and 0 < update < self.first):
             return {}
         with self.timed("measure"):
             part = self.step_batch.rows(self.parts[update])
@@ -458,7 +457,7 @@ def exact(rewards: Tensor) -> float:
 def peak_memory_mb() -> float:
     """Peak resident memory of this process so far, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1e6 if sys.platform == "darwin" else 1e3)
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def engine_gap(batch: Rollouts, scored: Scored) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -233,7 +234,7 @@ def attach_old_policy(
     return ScoredRollouts(
         **vars(rollouts),
         old_logprobs=old,
-        lag=rollouts.response_mask.long() * 0 if drawn_at is None else step - 1 - drawn_at,
+        lag=None if drawn_at is None else step - 1 - drawn_at,
         routes=routes,
         ratio_routes=ratio_routes if parts.ratio_source else None,
         ref_logprobs=None if parts.reference is None else parts.reference.score(rollouts, routes).logprobs,
@@ -333,9 +334,8 @@ def _void_parts(run: RunConfig) -> Iterator[str]:
         yield f"anchor='engine' is anchor='policy', because {ITSELF}"
     if "lag" in needs_of(components().get(loss.name)) and not batches.own and batches.options.get("lag", 0) < 2:
         yield f"{loss} is the clip of PPO at a lag below 2. Use older rollouts, batches='lagged(lag=2)'."
-    assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
     steps = " ".join(str(fill_in(step)) for step in arm.advantage)  # `group` is a word of options, too
-    if run.group_size == 1 and any(word in steps for word in ("group", "leave_one_out", "opo")):
+    if run.group_size == 1 and re.search(r"\b(group|leave_one_out|opo)\b", steps):
         yield "group_size=1: group-relative advantages are all 0, so nothing is learned. Use group_size >= 2."
     for use in map(Component.of, (*arm.terms, *arm.advantage)):
         if use.options.get("coef") == 0:

@@ -44,7 +44,7 @@ ARMS = {
     "shuffled": Arm(name="shuffled", routes="shuffled"),
     "random": Arm(name="random", routes="random_sets"),
     "dose": Arm(name="dose", routes=Component("random_share", share=0.5)),
-    "false-flips": Arm(name="false-flips", routes=Component("false_flips", share=0.1)),
+    "margins": Arm(name="margins", routes=Component("by_margin", below=0.5)),
     "gspo": Arm(name="gspo", loss=Component("gspo", **CLIP)),
     "gspo_token": Arm(name="gspo_token", loss=Component("gspo_token", **CLIP)),
     "ratio-replayed": Arm(name="ratio-replayed", ratio_routes="old_policy"),

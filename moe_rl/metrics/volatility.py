@@ -144,7 +144,7 @@ def router_shift(
     """Router shift of RSPO (arXiv 2510.23027), from the router's log-probs (full softmax) at the *old* ids.
 
     Sums over tokens: `router_shift`, the mean over the token's experts of |log p' - log p|, in nats; and over tokens
-    known at every MoE layer `router_shift_ratio`, γ = Π_site mean_e exp(-|log p'(e) - log p(e)|) in (0, 1], and
+    known at every MoE layer `router_shift_ratio`, γ = Π_layer mean_e exp(-|log p'(e) - log p(e)|) in (0, 1], and
     `router_shift_ratio_low`, γ < 0.7, below which RSPO's code drops a token. NaN marks an unused slot; a row of NaN is
     unknown.
     """
@@ -172,9 +172,7 @@ def load_statistics(ids: Ids, num_experts: int | Sequence[int], mask: Mask) -> P
     return Pooled(load=counts)
 
 
-def margin_summary(
-    margins: Float[Tensor, "batch time moe_layer"], mask: Mask, thresholds: Sequence[float] = (0.01, 0.1)
-) -> list[dict[str, float]]:
+def margin_summary(margins: Float[Tensor, "batch time moe_layer"], mask: Mask) -> list[dict[str, float]]:
     """Per MoE layer, statistics of the gap between the k-th and the (k+1)-th router score, in the unit of the scores:
     `margin_n`, quantiles `margin_q01`, `_q10`, `_q50`, `_q90`, and `margin_below_<threshold>`, the share below it.
 
@@ -186,7 +184,7 @@ def margin_summary(
         row = {"margin_n": float(len(values))}
         for name, q in (("01", 0.01), ("10", 0.1), ("50", 0.5), ("90", 0.9)):
             row[f"margin_q{name}"] = float(np.quantile(values, q)) if len(values) else math.nan
-        for limit in thresholds:
+        for limit in (0.01, 0.1):
             row[f"margin_below_{limit:g}"] = float((values < limit).mean()) if len(values) else math.nan
         rows.append(row)
     return rows

@@ -141,7 +141,6 @@ class Advantage:
 def advantage_of(arm: Arm) -> Advantage:
     """The advantages of an arm, tried on two responses of two turns. Raises ConfigError for an unknown name or
     option."""
-    assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
     steps = [Component.of(part) for part in arm.advantage]
     for step, after in zip(steps, [*steps, Component("")][1:], strict=True):
         rewards = step.name == "turn_rewards" or step.name == "kl_penalty" and step.options.get("per_token", True)

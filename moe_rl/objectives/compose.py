@@ -391,7 +391,6 @@ def _require_plain(arm: Arm) -> None:
         raise ConfigError(
             f"arm {arm.name!r} replays routing, but a loss cannot. Score under replay_routing, and give routes=none."
         )
-    assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
     if arm.advantage not in ((), (Component("group"),)):
         raise ConfigError(
             f"arm {arm.name!r} computes advantages ({', '.join(map(str, arm.advantage))}). Call compute_advantages, "
@@ -467,7 +466,6 @@ def _check_per_token(arm: Arm, objective: Objective) -> None:
     try:
         objective.loss(dataclasses.replace(x, advantages=torch.tensor([[1.0, -1.0]])))
     except ConfigError as error:
-        assert isinstance(arm.advantage, tuple), "an arm makes one of a part alone"
         steps = ", ".join(map(str, arm.advantage))
         raise ConfigError(f"arm {arm.name!r}: its advantage ({steps}) differs within a response. {error}") from error
 

@@ -149,11 +149,6 @@ MEANS = ("sequence", "sequence_token", "segment")
 """Levels that are means over tokens, which stay close to 1."""
 
 
-def at_level(level: str, log_ratio: PerToken, mask: Mask) -> PerToken:
-    """The log-ratio at a level, 0 outside the response."""
-    return LEVELS[level](log_ratio, mask)
-
-
 # -------------------------------------------------------------------------------------------------------- shared parts
 def find_outside(x: LossInputs, ratio: PerToken, low: Bound, high: Bound, middle: float = 1.0) -> tuple[Mask, Mask]:
     """Where a ratio is above middle + high and A > 0, and where it is below middle − low and A < 0, both strictly."""
@@ -229,7 +224,7 @@ def grpo(
     """
     token = x.log_ratio  # on the bound its gradient is kept, which torch's clamp drops since 2.15
     bounded = torch.where(token.detach().abs() > log_clamp, token.detach().sign() * log_clamp, token)
-    ratio = at_level(level, bounded, x.mask)
+    ratio = LEVELS[level](bounded, x.mask)
     output = clip_surrogate(x, ratio, clip_low, min(clip_high, cap - 1), min(dual, max(cap, 1 + clip_high)))
     cut = (token.detach().abs() > log_clamp) & (x.advantages != 0) & (output.clipped_by == 0)
     return replace(output, clipped_by=torch.where(cut, token.detach().sign().to(torch.int8), output.clipped_by))
@@ -269,7 +264,7 @@ def gmpo(
     require_one_advantage(x, "gmpo", "grpo or gspo_token")
     above, below = find_outside(x, x.log_ratio.detach(), clip_low, clip_high, middle=0.0)
     kappa = torch.where(above, clip_high, torch.where(below, -clip_low, x.log_ratio))
-    ratio = at_level(level, kappa, x.mask)
+    ratio = LEVELS[level](kappa, x.mask)
     return surrogate(x, exponential(x, ratio), ratio, above, below)
 
 
@@ -279,7 +274,7 @@ def sapo(x: LossInputs, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05, le
     SAPO, arXiv 2511.20347, with its τ. Nothing is clipped: the gate closes smoothly on both sides. As τ → 0 the
     gradient is w · A. Level "sequence" makes a soft GSPO.
     """
-    log_ratio = at_level(level, x.log_ratio, x.mask)
+    log_ratio = LEVELS[level](x.log_ratio, x.mask)
     tau = torch.full_like(log_ratio, tau_neg).masked_fill(x.advantages > 0, tau_pos)
     return surrogate(x, 4 / tau * torch.sigmoid(tau * (finite_exp(log_ratio) - 1)), log_ratio)
 
@@ -299,7 +294,7 @@ def crossed(
     token) has GRPO's gradient, (sequence, sequence) GSPO's; a clipped token keeps its value.
     """
     token = x.log_ratio.detach()
-    weight, bounded = (at_level(name, token, x.mask) if name in LEVELS else 0 * token for name in (weigh, clip))
+    weight, bounded = (LEVELS[name](token, x.mask) if name in LEVELS else 0 * token for name in (weigh, clip))
     above, below = find_outside(x, bounded.exp(), clip_low, clip_high)
     inside = x.mask & ~above & ~below
     ratio = exponential(x, weight + torch.where(inside, x.logprobs - x.logprobs.detach(), 0))
@@ -432,7 +427,7 @@ def topr(x: LossInputs, *, level: Level = "product") -> LossOutput:
     TOPR, arXiv 2503.14286, eq. 8, with w of the whole response; ROLL has the token's (`level="token"`). Both use the
     sign of the reward. A > 0 alone: REINFORCE; A < 0 alone, by token: CISPO within [0, 1].
     """
-    log_ratio = at_level(level, x.log_ratio.detach(), x.mask)
+    log_ratio = LEVELS[level](x.log_ratio.detach(), x.mask)
     return weigh_logprobs(x, log_ratio.clamp(max=0).masked_fill(x.advantages > 0, 0).exp(), log_ratio)
 
 
@@ -448,7 +443,7 @@ def vespo(
 
     VESPO, arXiv 2602.10693, with TRL's defaults, without its cuts of log w. k = λ = 0: REINFORCE.
     """
-    log_ratio = at_level("product", x.log_ratio.detach(), x.mask)
+    log_ratio = LEVELS["product"](x.log_ratio.detach(), x.mask)
     positive, negative = (
         k * log_ratio - rate * (finite_exp(log_ratio) - 1) for k, rate in ((k_pos, lambda_pos), (k_neg, lambda_neg))
     )

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from moe_rl.config import Arm
 from moe_rl.objectives import methods as table
 from moe_rl.objectives.spelling import FIELDS, SEVERAL, fill_in
-from moe_rl.registry import Component
 
 
 def describe(name: str) -> list[str]:
     """A method, preset or arm in lines: its components, their equations, and its source."""
     made = table.arm(name)
-    lines = [name, ""]
+    lines, equations = [name, ""], [""]
     for field in FIELDS[1:]:
         if value := getattr(made, field):
             uses = value if field in SEVERAL else (value,)
             lines.append(f"  {field:<12} {' + '.join(str(use if field == 'anchor' else fill_in(use)) for use in uses)}")
-    lines += ["", *_equations(made)]
+            own = () if field == "anchor" else (use.name for use in uses)
+            equations += [f"  {part}: {table.read_equation(part)}" for part in own if part in table.components()]
+    lines += equations
     if name in table.methods() or name in table.presets():
         method = table.entry(name)
         lines += ["", f"  source: {method.source}", *([f"  {method.note}"] if method.note else [])]
@@ -27,16 +27,6 @@ def describe(name: str) -> list[str]:
 def row(*cells: str) -> str:
     """A row of a table in Markdown, on one line."""
     return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
-
-
-def _equations(made: Arm) -> list[str]:
-    """A line for each component of an arm."""
-    parts: list[Component] = []
-    for field in FIELDS[1:]:
-        value = getattr(made, field)
-        if field != "anchor" and value:
-            parts += value if field in SEVERAL else [value]
-    return [f"  {use.name}: {table.read_equation(use.name)}" for use in parts if use.name in table.components()]
 
 
 def distinct_presets() -> list[table.Method]:

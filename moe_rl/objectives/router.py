@@ -61,17 +61,10 @@ def router_kl(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
     The "low_var_kl" (k3) of a fork of verl with RSPO's weight, over the loss's tokens. Over all experts alike it is a
     convex gap with the gradient 1 − p_old/p_θ per log-prob, not KL(p_θ ‖ p_old). 0 at equal routers.
     """
-    return coef * _per_moe_layer(x, "router_kl", lambda new, old: (torch.expm1(old - new) - (old - new)).mean(-1))
-
-
-@needs("router")
-def router_logits(x: LossInputs, *, coef: float) -> Float[Tensor, ""]:
-    """coef · Σ weights · mean over layers and experts of (z_θ(e) − z_old(e))², logits z less their mean.
-
-    A softmax does not depend on that mean. No published method: the quadratic neighbour of `router_kl`, over the same
-    tokens. 0 at equal routers.
-    """
-    return coef * _per_moe_layer(x, "router_logits", lambda new, old: (new - old).var(-1, correction=0))
+    router = _router(x, "router_kl")
+    pairs = zip(router.log_probs, router.old_log_probs, strict=True)
+    gap = torch.stack([(torch.expm1(old - new) - (old - new)).mean(-1) for new, old in pairs]).mean(0)
+    return coef * (x.weights * torch.where(x.mask, gap, 0)).sum()
 
 
 @needs("router")
@@ -110,17 +103,9 @@ def _mean(router: RouterInputs, values: PerToken) -> Float[Tensor, ""]:
     return (router.weights * torch.where(router.weights > 0, values, 0)).sum()
 
 
-def _per_moe_layer(x: LossInputs, who: str, gap: Callable[[Tensor, Tensor], PerToken]) -> Float[Tensor, ""]:
-    """Σ weights over the loss's tokens of the mean over MoE layers of a gap between log-probs of π_θ and of π_old."""
-    router = _router(x, who)
-    gaps = [gap(new, old) for new, old in zip(router.log_probs, router.old_log_probs, strict=True)]
-    return (x.weights * torch.where(x.mask, torch.stack(gaps).mean(0), 0)).sum()
-
-
 ROUTER_LOSSES: dict[str, Callable[..., LossOutput]] = {"rspo": rspo}
 ROUTER_TERMS: dict[str, Callable[..., Float[Tensor, ""]]] = {
     "router_kl": router_kl,
-    "router_logits": router_logits,
     "z_loss": z_loss,
     "load_balance": load_balance,
 }

@@ -47,7 +47,7 @@ from moe_rl.routing.inputs import Routed, RouterInputs, load_of, token_weights
 from moe_rl.routing.moe_layers import find_moe_layers
 from moe_rl.routing.router_noise import Noise, disturbed
 from moe_rl.routing.trace import RoutingTrace
-from moe_rl.types import MiniBatch, Rollouts, Scored, Stage, Updated
+from moe_rl.types import KeptTokens, MiniBatch, Rollouts, Scored, Stage, Updated
 
 PerToken = Float[Tensor, "batch time"]
 Rows = slice | Tensor
@@ -142,12 +142,12 @@ def copy_of(run: RunConfig, start: LoadedModel) -> Any:
 class HFPolicy:
     """Owns the module and its optimizer. The module stays in eval mode (no dropout, no router jitter), gradients on.
 
-    `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward with
-    gradient, `score_batch` (SCORED times as many) those of one without, `micro_batch_tokens` the tokens of any forward,
-    for which rows are sorted by length; a sequence is never split. `activation_checkpointing` is False, "reentrant" or
-    "non-reentrant". `master_weights`: see `TrainedWeights`. `compile`: the backend for `compile_parts`. With
-    `gradient_cosine` every update says how its gradient lies to the one before (`compute_cosine_with`), which is kept
-    for it."""
+    `temperature` divides the logits, as the rollout engine's does. `micro_batch` bounds the rows of one forward
+    with gradient, `score_batch` (SCORED times as many) those of one without, `micro_batch_tokens` the tokens of any
+    forward, for which rows are sorted by length; a sequence is never split. `activation_checkpointing` recomputes
+    layers in the backward, with "reentrant" in torch's older way. `master_weights`: see `TrainedWeights`.
+    `compile`: the backend for `compile_parts`. With `gradient_cosine` every update says how its gradient lies to
+    the one before (`compute_cosine_with`), which is kept for it."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ class HFPolicy:
                 self.model, tokens[:, :-1], tokens[:, first:], mask, self.temperature, entropy_gradient, sets
             )
         else:
-            log_p = self._log_probs(part, first)
+            log_p = self._log_probs(tokens, first, sets)
             chosen = log_p.gather(-1, tokens[:, first:, None])[..., 0]
             with nullcontext() if entropy_gradient else torch.no_grad():
                 entropy = entropy_of(log_p, sets is not None)
@@ -357,18 +357,17 @@ class HFPolicy:
         chosen, entropy = (nn.functional.pad(x, (first, 0)) for x in outputs)
         return chosen, entropy
 
-    def _log_probs(self, part: Rollouts, first: int) -> Float[Tensor, "batch kept vocabulary"]:
+    def _log_probs(self, tokens: Tensor, first: int, sets: KeptTokens | None) -> Float[Tensor, "batch kept vocabulary"]:
         """log π over the vocabulary from the token `first` on, -inf at what truncated sampling did not keep.
 
         The last token is never an input: nothing depends on it. Right padding under a causal mask reaches no real
         token, so no attention mask is needed. Logits are made only where the next token belongs to a response.
         """
-        tokens = part.tokens.to(self.device)
         keep = tokens.shape[1] - first
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=keep).logits
         logits = logits.float() / self.temperature
-        if part.kept_tokens is not None:
-            logits = part.kept_tokens.to(self.device).since(first).only(logits)
+        if sets is not None:
+            logits = sets.only(logits)
         return logits.log_softmax(-1)
 
 

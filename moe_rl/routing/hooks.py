@@ -227,7 +227,7 @@ class Recording:
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         mask = mask.to(input_ids.device)
         self._require_read(input_ids, mask, [piece // batch for piece in pieces])
-        self._require_routes(ids[:, :columns], mask[:, :columns])
+        self.require_routes(ids[:, :columns], mask[:, :columns])
         if attention_mask is not None:
             ids = ids.masked_fill(~mask[..., None, None], self.layout.unknown)
         return RoutingTrace.from_ids(ids, self.layout, tokens=input_ids, attention_mask=mask, check=False)
@@ -278,7 +278,7 @@ class Recording:
             start += width
         require_same(torch.cat(read, 1), tokens[:, :start], mask[:, :start], "the recorded forwards are", advice=JOIN)
 
-    def _require_routes(self, ids: Integer[Tensor, "batch time moe_layer k"], mask: Bool[Tensor, "batch time"]) -> None:
+    def require_routes(self, ids: Integer[Tensor, "batch time moe_layer k"], mask: Bool[Tensor, "batch time"]) -> None:
         """Raise NotFinite if a router had no finite scores for a real token."""
         lost = ((ids[..., 0] == self.layout.unknown) & mask[..., None]).sum((0, 1)).tolist()
         if any(lost):

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from moe_rl.errors import NotFinite, RoutingError
-from moe_rl.routing.hooks import RouterScores, lost_routes, record_routing, replay_routing
+from moe_rl.errors import RoutingError
+from moe_rl.routing.hooks import RouterScores, record_routing, replay_routing
 from moe_rl.routing.moe_layers import token_readers
 from moe_rl.routing.trace import RoutingTrace
 
@@ -30,8 +30,6 @@ class Observation:
     """The experts used. Padding is unknown."""
     scores: RouterScores | None
     """None where they were not asked for, or the family does not return them."""
-    preferred: RoutingTrace | None
-    """Under replay, the experts that the routers would have chosen."""
     logits: Float[Tensor, "batch kept vocabulary"] | None
     """Of the last inputs, as many as were asked for."""
 
@@ -80,7 +78,7 @@ def observe(
     settings = {"use_cache": False, "logits_to_keep": max(1, logits)}
     settings = {name: value for name, value in settings.items() if name in known}
     recorder = record_routing(model, "where_possible" if scores else False)
-    with evaluation_mode(model), replay_routing(model, routes, part=part) as replay, recorder as recording:
+    with evaluation_mode(model), replay_routing(model, routes, part=part), recorder as recording:
         output = model(**settings, **inputs)
     read_scores = recording.scores(batch) if recording.scored else None
     ids = recording.take()
@@ -89,13 +87,12 @@ def observe(
     ids = ids.unflatten(0, (batch, time))
     layout = recording.layout
     mask = torch.ones(batch, time, dtype=torch.bool, device=ids.device) if mask is None else mask.to(ids.device)
-    missing = ((ids[..., 0] == layout.unknown) & mask[..., None]).sum((0, 1))
-    if lost == "raise" and bool(missing.any()):
-        raise NotFinite(f"{lost_routes(layout, missing.tolist())} Go back to an earlier checkpoint of the weights.")
+    if lost == "raise":
+        recording.require_routes(ids, mask)
     ids.masked_fill_(~mask[..., None, None], layout.unknown)  # stacked just now, so nobody else's
     trace = RoutingTrace.from_ids(ids, layout, tokens=read, attention_mask=mask, check=False)
     head = output.logits[:, -logits:] if logits else None
-    return Observation(trace, read_scores, None if replay is None else replay.preferred, head)
+    return Observation(trace, read_scores, head)
 
 
 @contextmanager

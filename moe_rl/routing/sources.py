@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int, Integer
@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.registry import NotNegative, Share, checked, needs
+from moe_rl.registry import Component, NotNegative, Share, checked, needs
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.router_noise import Noise
 from moe_rl.routing.trace import RoutingTrace
@@ -71,7 +71,13 @@ def rollout(batch: Sampled, unconstrained: Unconstrained) -> RoutingTrace:
     return batch.rollout_routes
 
 
-@checked(lambda run: ALL)
+def _check_shuffled(run: Any) -> str:
+    if run.prompts_per_step < 2:
+        raise ConfigError(f"routes='shuffled' needs prompts_per_step of at least 2, not {run.prompts_per_step}")
+    return ALL
+
+
+@checked(_check_shuffled)
 def shuffled(batch: Sampled, unconstrained: Unconstrained) -> RoutingTrace:
     """Placebo: the routing of a response to another prompt, position by position.
 
@@ -131,11 +137,15 @@ def random_share(batch: Sampled, unconstrained: Unconstrained, *, share: Share, 
     return _where(routes, noise)
 
 
-@checked(
-    lambda run, first=None, last=None, share=None, moe_layers=(), **_: (
-        len(set(moe_layers)) or first or last or 0 if share is None else _replayed(share)
-    )
-)
+def _check_by_layer(run: Any, *, base: Any = None, **options: Any) -> str | int | None:
+    """Raises ConfigError unless exactly one option is given."""
+    if len(options) != 1:
+        raise ConfigError(f"by_layer takes exactly one of first, last, share and moe_layers, not {options or 'none'}")
+    ((name, value),) = options.items()
+    return _replayed(value) if name == "share" else len({*value}) if name == "moe_layers" else value
+
+
+@checked(_check_by_layer)
 def by_layer(
     batch: Sampled,
     unconstrained: Unconstrained,
@@ -153,9 +163,7 @@ def by_layer(
     """
     count = len(unconstrained.routes.layout.moe_layers)
     options = {"first": first, "last": last, "share": share, "moe_layers": moe_layers}
-    selected = {name: value for name, value in options.items() if value is not None}
-    if len(selected) != 1:
-        raise ConfigError(f"by_layer takes exactly one of first, last, share and MoE layers, not {selected or 'none'}")
+    _check_by_layer(None, **(selected := {name: value for name, value in options.items() if value is not None}))
     if share is not None:
         done = [
             int(round(s * share, 9)) for s in range(count + 1)
@@ -185,21 +193,6 @@ def by_margin(
     return routes if below == torch.inf else _where(routes, unconstrained.scores.margins < below)
 
 
-@needs("scores")
-@checked(lambda run, below, **_: NOTHING if not below else BASE if below > 1 else None)
-def by_probability(
-    batch: Sampled, unconstrained: Unconstrained, *, below: NotNegative, base: Base = "old_policy"
-) -> RoutingTrace | None:
-    """Replay where the k used experts of π_old have together less than `below` of the probability.
-
-    Probabilities are the softmax of the router's logits. A bound above 1 is `base`, 0 is `live`.
-    """
-    assert unconstrained.scores is not None
-    routes = BASES[base](batch, unconstrained)
-    mass = unconstrained.scores.log_probs.exp().where(unconstrained.scores.ids >= 0, 0).sum(-1)
-    return routes if below > 1 else _where(routes, mass < below)
-
-
 @checked(lambda run, ratio, **_: NOTHING if ratio >= 1 else ALL if ratio else BASE)
 def soft(batch: Sampled, unconstrained: Unconstrained, *, ratio: Finite, base: Base = "old_policy") -> RoutingTrace:
     """Replay of an expert while its current score is at least `ratio` times the weakest top-k score.
@@ -214,8 +207,16 @@ def soft(batch: Sampled, unconstrained: Unconstrained, *, ratio: Finite, base: B
     return replace(routes, keep=ratio) if ratio else routes
 
 
+def _check_recall(run: Any, *, base: str = "old_policy") -> str:
+    if base != "old_policy" and not Component.of(run.engine).own:
+        raise ConfigError(
+            f"recall(base={base!r}): engine={run.engine} reports no combine weights. Use base=old_policy."
+        )
+    return ALL
+
+
 @needs("scores")
-@checked(lambda run, **_: ALL)
+@checked(_check_recall)
 def recall(batch: Sampled, unconstrained: Unconstrained, *, base: Base = "old_policy") -> RoutingTrace:
     """Replay of ids and combine weights of π_old, or with `base="rollout"` of the engine.
 
@@ -231,32 +232,6 @@ def recall(batch: Sampled, unconstrained: Unconstrained, *, base: Base = "old_po
         return routes
     assert unconstrained.scores is not None
     return replace(unconstrained.routes, gates=unconstrained.scores.gates)
-
-
-@needs("scores")
-@checked(lambda run, share: ALL if _replayed(share) != NOTHING else BASE)
-def false_flips(batch: Sampled, unconstrained: Unconstrained, *, share: Share) -> RoutingTrace:
-    """Placebo: π_old's routing, with the weakest expert replaced by the next one at the `share` of smallest margins.
-
-    The next one is the most probable expert that is not used. A share of 0 is `old_policy`. Raises RoutingError for
-    MoE layers of different numbers of experts.
-    """
-    if share == 0:
-        return unconstrained.routes
-    routes, scores = unconstrained.routes, unconstrained.scores
-    assert scores is not None
-    if len({moe_layer.num_experts for moe_layer in routes.layout.moe_layers}) > 1:
-        raise RoutingError("false_flips needs the same number of experts in every MoE layer")
-    ids, log_probs = routes.ids(), torch.stack(scores.all_log_probs, 2)
-    used = ids.clamp(min=0)
-    runner_up = log_probs.scatter(-1, used, -torch.inf).argmax(-1)
-    weakest = log_probs.gather(-1, used).argmin(-1, keepdim=True)
-    margins = scores.margins.masked_fill(~routes.known, torch.inf)
-    count = int(share * routes.known.sum())
-    flipped = torch.zeros_like(routes.known).flatten()
-    flipped[margins.flatten().argsort(stable=True)[:count]] = True
-    swapped = ids.scatter(-1, weakest, runner_up[..., None]).where(flipped.view_as(routes.known)[..., None], ids)
-    return replace(routes, experts=swapped.to(routes.experts.dtype)).only(routes.known)
 
 
 def _where(routes: RoutingTrace, chosen: Bool[Tensor, "batch time moe_layer"]) -> RoutingTrace | None:
@@ -290,8 +265,6 @@ SOURCES: dict[str, Callable[..., RoutingTrace | None]] = {
     "random_share": random_share,
     "by_layer": by_layer,
     "by_margin": by_margin,
-    "by_probability": by_probability,
     "soft": soft,
     "recall": recall,
-    "false_flips": false_flips,
 }

@@ -178,8 +178,6 @@ class RoutingTrace:
         shape = f"{batch} × {time} tokens, {moe_layers} MoE layers, top {k} of {experts}"
         return f"RoutingTrace({shape}, {self.coverage:.1%} known)"
 
-    __hash__ = None  # type: ignore[assignment]  # equal traces would need equal hashes of all they hold
-
     def same_sets(self, other: RoutingTrace) -> Bool[Tensor, "batch time moe_layer"]:
         """Where both chose the same experts, in any order. Unknown equals unknown alone, so padding is the same
         everywhere: `agreement` gives a share. Raises RoutingError for traces of other models or tokens."""

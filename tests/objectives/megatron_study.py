@@ -9,7 +9,7 @@ from moe_rl.registry import Component
 from moe_rl.study import Study
 from tests.objectives.test_methods_training import TINY
 
-NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "router_logits", "recall", "soft", "gae"}
+NOT_ON_MEGATRON = {"rspo", "router_kl", "z_loss", "load_balance", "recall", "soft", "gae"}
 """Parts that the policy of Megatron-core refuses."""
 
 

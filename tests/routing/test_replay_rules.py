@@ -17,7 +17,7 @@ from moe_rl.routing import RoutingTrace, record_routing, replay_routing
 from moe_rl.routing.intercept import hooked
 from moe_rl.routing.moe_layers import find_moe_layers, router_parameters
 from moe_rl.routing.selection import kept
-from moe_rl.routing.sources import SOURCES, by_layer, by_margin, by_probability, old_policy, recall, soft
+from moe_rl.routing.sources import SOURCES, by_layer, by_margin, old_policy, recall, soft
 from tests.conftest import FAMILIES, build, perturb
 from tests.policies.test_hf import make_batch, policy_of
 from tests.routing import families
@@ -71,18 +71,16 @@ def test_a_share_of_layers_loses_none_to_rounding(step):
         assert int(found.known.any((0, 1)).sum()) == hundredths
 
 
-def test_pairs_are_chosen_by_margin_or_probability(step):
+def test_pairs_are_chosen_by_margin(step):
     _, batch, unconstrained = step
     routes, scores = unconstrained.routes, unconstrained.scores
     bound = scores.margins[routes.known].median().item()
     found = by_margin(batch, unconstrained, below=bound)
     assert torch.equal(found.known, routes.known & (scores.margins < bound))
     assert torch.equal(found.experts[found.known], routes.experts[found.known])
-    mass = torch.stack([p.exp() for p in scores.all_log_probs], 2).gather(-1, routes.ids().clamp(min=0)).sum(-1)
-    found = by_probability(batch, unconstrained, below=0.7)
-    assert torch.equal(found.known, routes.known & (mass < 0.7)) and 0 < found.known.sum() < routes.known.sum()
-    assert by_margin(batch, unconstrained, below=torch.inf) is by_probability(batch, unconstrained, below=1.1) is routes
-    assert by_margin(batch, unconstrained, below=0.0) is by_probability(batch, unconstrained, below=0.0) is None
+    assert 0 < found.known.sum() < routes.known.sum()
+    assert by_margin(batch, unconstrained, below=torch.inf) is routes
+    assert by_margin(batch, unconstrained, below=0.0) is None
 
 
 def test_a_part_may_be_of_the_engines_routes(step):
@@ -107,7 +105,7 @@ def test_a_part_may_be_of_the_engines_routes(step):
         (by_layer, {"share": 1.5}, "share=1.5"),
         (by_layer, {"first": 1, "base": "live"}, "base='live'"),
         (by_margin, {"below": -1.0}, "below=-1.0"),
-        (by_probability, {"below": float("nan")}, "below"),
+        (by_margin, {"below": float("nan")}, "below"),
         (soft, {"ratio": float("inf")}, "ratio=inf"),
     ],
 )

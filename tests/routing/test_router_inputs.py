@@ -22,7 +22,6 @@ from tests.routing import families
 
 TERMS = (
     Component("router_kl", coef=0.5),
-    Component("router_logits", coef=0.2),
     Component("z_loss", coef=0.1),
     Component("load_balance", coef=0.3),
 )

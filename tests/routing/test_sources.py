@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import pytest
 import torch
 
 from moe_rl.config import Arm
 from moe_rl.errors import ConfigError, RoutingError
-from moe_rl.registry import Component, lookup, needs_of
+from moe_rl.registry import Component, lookup
 from moe_rl.routing import RoutingTrace
-from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.sources import (
     SOURCES,
-    false_flips,
     live,
     old_policy,
     random_sets,
@@ -93,34 +88,8 @@ def test_a_dose_of_replay_keeps_a_share_of_the_routes_and_frees_the_rest(step):
     assert random_share(batch, unconstrained, share=0.5) == half
 
 
-def test_false_flips_exchange_one_expert_where_margins_are_smallest(step):
-    batch, unconstrained = step
-    routes = unconstrained.routes
-    experts = routes.layout.moe_layers[0].num_experts
-    generator = torch.Generator().manual_seed(0)
-    margins = torch.rand(*routes.shape[:3], generator=generator)
-    log_probs = tuple(
-        torch.randn(*routes.shape[:2], experts, generator=generator).log_softmax(-1) for _ in routes.layout.moe_layers
-    )
-    unused = torch.zeros(routes.shape)
-    unconstrained = replace(unconstrained, scores=RouterScores(routes.ids(), unused, unused, margins, log_probs))
-    forced = false_flips(batch, unconstrained, share=0.3)
-    RoutingTrace.from_ids(forced.ids(), forced.layout)  # distinct and in range, or it raises
-    flipped = routes.known & ~forced.same_sets(routes)
-    assert flipped.sum() == int(0.3 * routes.known.sum())
-    assert margins[flipped].max() < margins[routes.known & ~flipped].min()
-    for b, t, s in flipped.nonzero().tolist():
-        old, new = (set(x.ids()[b, t, s].tolist()) for x in (routes, forced))
-        left, entered, score = old - new, new - old, log_probs[s][b, t]
-        assert len(left) == len(entered) == 1
-        assert score[left.pop()] == min(score[e] for e in old)
-        assert score[entered.pop()] == max(score[e] for e in range(experts) if e not in old)
-    assert false_flips(batch, unconstrained, share=0.0) == routes
-    assert needs_of(partial(false_flips, share=0.1)) == {"scores"} and not needs_of(old_policy)
-
-
 def test_the_ratios_source_gets_the_router_scores_it_needs(tmp_path):
-    arm = Arm(name="flipped-ratio", ratio_routes=Component("false_flips", share=0.1))
+    arm = Arm(name="margins", ratio_routes=Component("by_margin", below=0.5))
     tables = carry_out(TINY.replace(arm=arm, steps=2), tmp_path / "run")
     assert (tables["steps"]["first_update_log_ratio_max"].dropna() < 1e-5).all()
 

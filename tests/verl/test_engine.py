@@ -172,10 +172,8 @@ SOURCES = {
     "random_share(share=0.5)": 0.5,
     "by_layer(first=1)": 1 / 3,
     "by_margin(below=inf)": 1.0,
-    "by_probability(below=2.0)": 1.0,
     "shuffled": 26 / 30,
     "random_sets": 1.0,
-    "false_flips(share=0.5)": 1.0,
     "soft(ratio=0.5,base=rollout)": 1.0,
     "by_layer(last=1,base=rollout)": 1 / 3,
 }

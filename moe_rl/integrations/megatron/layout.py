@@ -16,7 +16,7 @@ SOFTMAX = ("qwen3_moe", "qwen2_moe", "mixtral")
 SIGMOID = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
 """Families that are built here, by what their routers make of logits. Those of sigmoids choose with a bias, inside the
 best groups, and have shared experts and dense layers first. Moonlight is a `deepseek_v3`."""
-NO_SOURCES = {"soft", "recall", "under_noise", "by_margin", "by_probability"}
+NO_SOURCES = {"soft", "recall", "under_noise", "by_margin"}
 """Sources of routes that force more than ids, or that need what routers choose by."""
 
 

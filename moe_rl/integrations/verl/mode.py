@@ -12,7 +12,7 @@ from moe_rl.routing.sources import SOURCES
 
 PREFIX = "moe_rl:"
 NAMES = {"disabled": "live", "R2": "old_policy", "R3": "rollout"}
-OF_OLD_POLICY = {"random_share", "by_layer", "by_margin", "by_probability"}
+OF_OLD_POLICY = {"random_share", "by_layer", "by_margin"}
 """Sources that force nothing but π_old's own choices, unless their base is the rollout: one scoring of π_old serves."""
 COUNTS = ("measured_sequences", "updates_per_step")
 REFUSED = {
