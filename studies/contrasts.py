@@ -60,11 +60,7 @@ class Outcome:
             return "an effect"
         if self.equivalent:
             return "no difference that matters"
-        opposed = _sign(self.primary, self.adjusted) != 0
-        return "opposed: the secondary endpoint is decided with the other sign" if opposed else "undecided"
-
-    def __str__(self) -> str:
-        return self.worded(self.said)
+        return "opposed" if _sign(self.primary, self.adjusted) else "undecided"
 
     def worded(self, said: str) -> str:
         """The outcome in these words, with its numbers."""
@@ -264,7 +260,7 @@ class Rule:
         """The contrasts of all families with the rule's words; void where a gate is failed."""
         passed = self.passed(frames)
         every = [one for family in self.outcomes(frames).values() for one in family]
-        return [(one, one.said.partition(":")[0] if passed else VOID) for one in every]
+        return [(one, one.said if passed else VOID) for one in every]
 
 
 def _by_student(test: Paired, values: BySeed) -> Paired:

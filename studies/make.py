@@ -24,6 +24,7 @@ from contrasts import (
     Condition,
     Form,
     Outcome,
+    Rule,
     joined,
     median_kl,
     outcomes,
@@ -51,6 +52,7 @@ from moe_rl.objectives.methods_page import head, row
 from moe_rl.results import figures, plots
 from moe_rl.results.stats import band, interval, student
 from moe_rl.results.study_page import card
+from moe_rl.results.summary import metric
 from moe_rl.storage.frames import Frames, load_study
 from moe_rl.study.declaration import read_declaration
 
@@ -59,6 +61,8 @@ BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MARGIN = 0.02
 SLOTS = 12
 """Expert slots of a token: 6 MoE layers, 2 experts each."""
+WITH_CARD = ("volatility_dial", "volatility_controls")
+"""Studies whose pages show the comparisons of `card` beside the planned contrasts, which are corrected otherwise."""
 
 
 # ---------------------------------------------------------------------- pages
@@ -80,7 +84,7 @@ def block(name: str) -> str:
     if of != name:
         return planned(of)
     frames, declared = stored(name), declaration(name)
-    if name in WITHOUT_CARD:
+    if name not in WITH_CARD and hasattr(importlib.import_module(f"{name}.study"), "CORRECTED"):
         return card(frames, declared | {"comparisons": []}) + "\n" + planned(name)
     return card(frames, declared)
 
@@ -355,25 +359,11 @@ def every_outcome() -> str:
     for (study, condition), words in conditions().items():
         for arm, one in outcomes_of(study, condition).items():
             first, second = (test.difference.printed(".3f") for test in (one.primary, one.secondary))
-            said = {1: "helps", -1: "harms"}.get(one.sign, one.said.partition(":")[0])
+            said = {1: "helps", -1: "harms"}.get(one.sign, one.said)
             lines.append(row(words, study, arm, str(one.primary.n), first, f"{one.adjusted:.2g}", second, said))
     return "\n".join(lines) + "\n"
 
 
-WITHOUT_CARD = (
-    *(
-        "lag_natural",
-        "tuned_rates",
-        "stale_or_spread",
-        "deep",
-        "engine_gap",
-        "depth",
-        "router_noise_low",
-        "ratio_gradient",
-    ),
-    *("stabilisers", "lag", "open_side"),
-)
-"""Studies whose planned contrasts are corrected otherwise than `card` does."""
 BLOCKS: dict[str, Callable[[], str]] = {
     "every_outcome": every_outcome,
     "old_rollouts": lambda: planned("lag_natural"),
@@ -390,10 +380,23 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 # ---------------------------------------------------------------------- figures
+QUESTIONS = {
+    "deep": "Do replay or GSPO help in a model of 24 layers, with fresh rollouts?",
+    "engine_gap": "Does an engine in bfloat16 harm GRPO, and does a cure help?",
+    "stale_or_spread": "Rollouts two steps old: what helps at each rate?",
+    "tuned_rates": "Who gains when every method has its own best rate and clip range?",
+}
+"""Studies whose figure is `draw_rules`, and its title."""
+
+
 def every_figure() -> Iterator[tuple[Path, Callable[[], Figure]]]:
     """The files of the pages' figures, and what draws them."""
     for name in sorted(page.parent.name for page in HERE.glob("*/study.json")):
-        if (HERE / name / "figure.py").exists():
+        if name in QUESTIONS:
+            study = importlib.import_module(f"{name}.study")
+            rules = [*study.RULES.values()] if hasattr(study, "RULES") else [study.RULE]
+            yield HERE / name / "figure.png", partial(draw_rules, stored(name), rules, QUESTIONS[name])
+        elif (HERE / name / "figure.py").exists():
             module, frames = importlib.import_module(f"{name}.figure"), stored_with_others(name)
             yield HERE / name / "figure.png", partial(module.draw, frames)
             if name == "stabilisers":
@@ -412,6 +415,26 @@ def save(figure: Figure, file: Path) -> None:
     plots.write(figure, image, format="png", metadata={"Software": None})
     drawn = Image.open(image).convert("RGB")
     drawn.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, optimize=True)
+
+
+@plots.styled
+def draw_rules(frames: Frames, rules: Sequence[Rule], title: str) -> Figure:
+    """Every contrast of the rules, in the colour of its first arm and in both endpoints, which the rules share."""
+    figure, axes = plots.new_figure(2, title, width=12)
+    forms = {name: form for rule in rules for family in rule.families.values() for name, form in family.items()}
+    figure.set_figheight(max(figure.get_figheight(), 1.5 + 0.42 * len(forms)))
+    first = {
+        name: next(arm for _, arm in form.weights).replace("gspo-wide", "gspo_short") for name, form in forms.items()
+    }
+    colours = {name: plots.colour_of(arm, [*dict.fromkeys(first.values())]) for name, arm in first.items()}
+    for ax, endpoint in zip(axes, (rules[0].endpoint, rules[0].secondary), strict=True):
+        rows = plots.rows_of(ax, {name: form.values(frames, endpoint) for name, form in forms.items()}, colours)
+        ax.axvspan(-rules[0].margin, rules[0].margin, color=plots.GREY, alpha=0.15)
+        ax.axvline(0, color="black", linewidth=1)
+        ax.set(title=metric(endpoint).name, xlabel="difference; shaded: the margin")
+        ax.grid(axis="y", visible=False)
+    last = int(frames["steps"]["step"].max())
+    return plots.finish(figure, axes, f"steps {last // 2 + 1}–{last}; {rows}", legend=False)
 
 
 @plots.styled

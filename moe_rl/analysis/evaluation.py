@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from rich.console import Console
 
 from moe_rl.analysis.benchmarks import summarise
 from moe_rl.analysis.folders import (
@@ -144,7 +143,6 @@ def measure_evaluations(
     out: Path,
     *,
     trust_remote_code: bool = False,
-    console: Console | None = None,
 ) -> pd.DataFrame:
     """Evaluate checkpoints, or go on with it: a kill loses the problems in flight. Writes the tables into `out` and
     returns the summary. Further checkpoints and benchmarks may be added to a folder later.
@@ -161,7 +159,7 @@ def measure_evaluations(
     }
     files = {(name, b.name): folders[name] / f"{b.name}.jsonl" for name in names for b in benchmarks}
     require_inside(out)
-    with Lock(out / runs.LOCK), progress(console) as bars:
+    with Lock(out / runs.LOCK), progress() as bars:
         left = {
             (name, b.name): len(b.prompts) - count_whole(files[name, b.name], plan.block, len(b.prompts))[0]
             for name in names

@@ -107,7 +107,7 @@ def check_same(out: Path, what: str, there: Mapping[str, Any], wanted: Mapping[s
         raise RunError(f"{out} contains {what} ({listed}). Give another --out, or delete it.")
 
 
-def progress(console: Console | None) -> Progress:
-    """Bars on stderr, unless there is another console."""
+def progress() -> Progress:
+    """Bars on stderr."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(30), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True))
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))

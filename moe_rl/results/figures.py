@@ -80,7 +80,9 @@ def learning(
 
     What no run measured has no panel.
     """
-    measured = [column for column in LEARNING if frames["steps"].get(column, NONE).notna().any()] or [*LEARNING]
+    measured = [column for column in LEARNING if frames["steps"].get(column, NONE).notna().any()]
+    if not measured:
+        raise RunError(f"no run measured {', '.join(LEARNING)}, so there is nothing to draw")
     panels = {column: LEARNING[column] for column in measured[: 2 if len(frames.conditions) > 1 else None]}
     by_condition = {
         condition: differences_of(frames.condition(condition), arms, endpoint, comparisons)
@@ -98,7 +100,8 @@ def learning(
             apart.append(row[-1])
         elif wide > len(panels):
             row.pop().remove()
-        notes[note] = f"{notes[note]}, {condition}" if note in notes else condition
+        if note:  # of a condition whose runs have only begun there is nothing to draw
+            notes[note] = f"{notes[note]}, {condition}" if note in notes else condition
         curves += row[: len(panels)]
         _title(row, condition, frames)
     plots.same_limits(apart, "x")
@@ -109,11 +112,14 @@ def learning(
 
 def draw_learning(axes: Sequence[Axes], panels: Mapping[str, str], frames: Frames, arms: Sequence[str]) -> str:
     """Columns of `steps` over training, a panel each, with the level before RL; returns the note."""
+    note = ""
     for ax, (column, title) in zip(axes, panels.items(), strict=False):
-        frame, window = windows(frames["steps"], column) if column == "reward" else (frames["steps"], "")
-        note = plots.curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
-        plots.cold_start(ax, frames["steps"], column)
-        ax.set(title=title, xlabel="step" + window, ylabel="mean reward" if column == "reward" else "share of prompts")
+        ax.set(title=title, xlabel="step", ylabel="mean reward" if column == "reward" else "share of prompts")
+        if frames["steps"][column].notna().any():
+            frame, window = windows(frames["steps"], column) if column == "reward" else (frames["steps"], "")
+            note = plots.curves(ax, frame, column, "step", arms, marker="o" if column != "reward" else "")
+            plots.cold_start(ax, frames["steps"], column)
+            ax.set_xlabel("step" + window)
     return note
 
 
@@ -347,7 +353,8 @@ def against_factor(
         left = axes[i * width]
         scale = plots.scale_of(metric.column, rows["value"].to_numpy())
         note = plots.curves(left, rows, "value", "at", arms, marker="o", scale=scale)
-        before = plots.before_training(frames["steps"], metric.column).groupby(level=0).mean()
+        level = "" if metric.since_start else metric.column  # what was gained begins at 0
+        before = plots.before_training(frames["steps"], level).groupby(level=0).mean()
         line = before.reindex(rows["condition"]).groupby(rows["at"].to_numpy()).mean().dropna()
         left.plot(line.index, line, **plots.BEFORE if len(line) else {}, gid=f"before RL {metric.column}")
         left.set(title=str(others), ylabel=metric.name)

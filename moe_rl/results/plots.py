@@ -162,13 +162,13 @@ def symbol_of(arm: str, arms: Sequence[str] = ()) -> str:
 def _slot(arm: str, arms: Sequence[str]) -> int:
     """The place of a method, and of any other arm by the study's order among the places that are left."""
     arm = arm.partition(" − ")[0]
-    if arm in METHODS:
+    taken = {METHODS[other]: other for other in reversed(arms) if other in METHODS}  # of two names the first has it
+    if arm in METHODS and taken.get(METHODS[arm], arm) == arm:
         return METHODS[arm]
     if arms == (arm,):
         return 0
-    taken = {METHODS[other] for other in arms if other in METHODS}
     free = [i for i in range(len(COLOURS)) if i not in taken]
-    return free[[other for other in arms if other not in METHODS].index(arm) % len(free)]
+    return free[[other for other in arms if other not in taken.values()].index(arm) % len(free)]
 
 
 def dashes_of(arm: str, arms: Sequence[str]) -> str:

@@ -156,7 +156,7 @@ def per_run(frames: Frames, metric: Metric) -> pd.Series:
             steps, values = all_steps[at], all_values[at].astype(float)
             if metric.since_start and (not len(at) or steps[0] != 0):
                 continue
-            if not len(at) and (run.state != "diverged" or math.isnan(metric.after_divergence)):
+            if not len(at) and run.state != "diverged":
                 continue  # of a run that diverged in its first step every one counts
             if run.state == "diverged":
                 steps = np.append(steps, _unseen(steps, run.steps))
@@ -331,10 +331,11 @@ def against(frames: Frames, factor: str, metric: Metric) -> pd.DataFrame:
             continue
         x = settings.pop(factor)
         values = per_run(frames.condition(condition), metric).rename_axis(["arm", "seed"]).rename("value").reset_index()
-        others = ", ".join(
+        words = [part for part in condition.split(",") if "=" not in part]  # the name of a condition beside factors
+        words += [
             f"{name_of(k)} = {v:g}" if isinstance(v, float) else f"{name_of(k)} = {v}" for k, v in settings.items()
-        )
-        parts.append(values.assign(x=x, others=others, condition=condition))
+        ]
+        parts.append(values.assign(x=x, others=", ".join(words), condition=condition))
     table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["x"])
     if table["x"].nunique() < 2:
         raise RunError(f"all runs have the same {factor}, so there is nothing to draw against it")

@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from rich.console import Console
 
 from moe_rl import cli
 from moe_rl.analysis.checkpoints import measure, traces
@@ -52,10 +51,10 @@ def there(tmp_path_factory):
 
 
 def compare(there, out, before="before", after="after", **settings):
-    further = {name: settings.pop(name) for name in ("keep_traces", "console") if name in settings}
+    further = {name: settings.pop(name) for name in ("keep_traces",) if name in settings}
     names = (str(there / before), str(there / after))
     comparison = Comparison(names, **{"batch_tokens": 200, "data": str(there / "data.jsonl")} | settings)
-    return measure_volatility(comparison, out, **{"console": Console(quiet=True)} | further)[0, 1]
+    return measure_volatility(comparison, out, **further)[0, 1]
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +280,7 @@ def series(there, tmp_path_factory):
 def measured(there, root, names=None, **further):
     names = tuple(names or checkpoints_of(str(root / "run")))
     comparison = Comparison(names, str(there / "data.jsonl"), batch_tokens=200)
-    frames = measure_volatility(comparison, root / "out", console=Console(quiet=True), **further)
+    frames = measure_volatility(comparison, root / "out", **further)
     return make_series(comparison, frames, root / "out")
 
 

@@ -82,6 +82,30 @@ def test_the_figure_draws_every_seed_and_the_mean_over_seeds_on_a_log_axis():
     assert any("n = 4 seeds" in w and "95% Student t, logit scale" in w for w in words)
 
 
+def test_named_conditions_beside_a_factor_are_told_apart():
+    halves = {"dense": sweep(), "sparse": sweep(heights={"grpo": (0.4,) * 4, "gspo": (0.2,) * 4})}
+    runs, steps = (
+        pd.concat([of(half).assign(condition=f"{name}," + of(half)["condition"]) for name, half in halves.items()])
+        for of in (lambda half: half.runs, lambda half: half["steps"])
+    )
+    frames = Frames(runs, {"steps": steps})
+    table = against(frames, "optimizer.lr", MAIN).query("seed == 0 and arm == 'gspo' and x == 4e-4")
+    assert table.set_index("others")["value"].to_dict() == {"dense": 0.8, "sparse": 0.2}
+    axes = figures.draw("against:optimizer.lr", MAIN.name)(frames, ["grpo", "gspo"]).axes
+    assert {"dense", "sparse"} <= {ax.get_title(where) for ax in axes for where in ("left", "center")}
+
+
+def test_what_was_gained_has_no_level_before_training():
+    metric_of = "greedy exact match, gained since the start"
+    frames = sweep()
+    first = frames["steps"].query("step == 1").assign(step=0)
+    steps = pd.concat([frames["steps"], first]).assign(eval_exact_greedy=lambda rows: rows["reward"])
+    (ax, *_) = figures.draw(f"against:optimizer.lr:{metric_of}", MAIN.name)(
+        Frames(frames.runs, {"steps": steps}), ["grpo", "gspo"]
+    ).axes
+    assert not [line for line in ax.lines if str(line.get_gid()).startswith("before RL") and len(line.get_xdata())]
+
+
 def test_a_study_of_many_combinations_draws_what_spans_them_once_and_the_rest_only_when_asked():
     names, conditions = ["clipping", "learning", "against:optimizer.lr"], ["a=1", "a=2"]
     together = [("learning", None), ("against:optimizer.lr", None)]

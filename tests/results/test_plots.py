@@ -127,6 +127,15 @@ def test_no_band_leaves_the_range_of_its_quantity():
     assert limits["token_log_ratio_var"].min() > 0
 
 
+def test_a_condition_whose_runs_have_only_begun_has_an_empty_panel(frames):
+    begun = Frames(
+        pd.concat([frames.runs.assign(condition="a=1"), frames.runs.assign(condition="a=2", step=0)]),
+        {name: table.assign(condition="a=1") for name, table in frames.tables.items()},
+    )
+    first, *_, last = (ax.lines for ax in figures.learning(begun, ARMS).axes)
+    assert first and not last
+
+
 def test_differences_within_seeds_stand_beside_the_levels(frames):
     ax = figures.learning(frames, ARMS, comparisons=[("gspo", "grpo")]).axes[3]
     values = per_run(frames, MAIN)
@@ -187,6 +196,8 @@ def test_a_method_has_one_colour_and_symbol_whatever_the_study():
         assert {plots.colour_of(method, arms) for arms in orders} == {plots.COLOURS[place]}
     for arms in orders:
         assert len({plots.colour_of(arm, arms) for arm in arms}) == len(arms)
+    together = ["grpo", "gspo", "gspo_short", "m2po"]
+    assert len({(plots.colour_of(arm, together), plots.symbol_of(arm, together)) for arm in together}) == 4
     assert [plots.symbol_of(name) for name in ("grpo", "gspo", "gspo − grpo", "m2po")] == ["o", "^", "^", "o"]
 
 

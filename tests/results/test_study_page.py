@@ -108,15 +108,16 @@ def test_rollouts_are_a_grid_of_arms_and_seeds_and_runs_without_a_gradient_are_n
 @pytest.mark.parametrize(
     ("seeds", "true", "false"),
     [
-        (3, ["no p of three seeds", "no interval and no p-value. Run at least 4"], ["below"]),
-        (4, ["no p-value can be below 0.125"], ["three seeds", "no interval"]),
-        (6, [], ["three seeds", "below", "no interval"]),
+        (3, ["no interval and no p-value. Run at least 4"], ["below"]),
+        (4, ["no p-value can be below 0.125"], ["no interval"]),
+        (6, [], ["below", "no interval"]),
     ],
 )
-def test_a_caution_is_of_the_seeds_there_are(seeds, true, false):
-    frames = with_curves({("grpo", seed): [0.5] for seed in range(seeds)})
-    text = cautions(frames, {"caution": "One size. There is no p of three seeds."})
-    assert "One size." in text and all(part in text for part in true) and not any(part in text for part in false)
+def test_what_the_seeds_that_there_are_cannot_show_follows_the_declared_caution(seeds, true, false):
+    frames, declared = with_curves({("grpo", seed): [0.5] for seed in range(seeds)}), "A pilot of two seeds. One size."
+    text = cautions(frames, {"caution": declared})
+    assert text.startswith(declared) and all(part in text for part in true)
+    assert not any(part in text for part in false)
 
 
 def test_cost_counts_all_response_tokens_of_an_arm():

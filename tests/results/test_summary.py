@@ -132,6 +132,10 @@ def test_seeds_that_a_comparison_leaves_out_are_counted_below_it():
     assert shown.rows[0][2] == "2" and "a − b: 2 of 4." in shown.note
     (whole,) = comparison_table(frames, ["a", "b"], MAIN, declared)
     assert whole.rows[0][2] == "4" and "left out" not in whole.note
+    at_once = (frames["steps"]["arm"] == "b") & (frames["steps"]["seed"] == 0)
+    sooner = Frames(frames.runs, {"steps": frames["steps"][~at_once]})
+    (shown,) = comparison_table(sooner, ["a", "b"], metric("entropy"), declared)
+    assert shown.rows[0][2] == "2" and "a − b: 2 of 4." in shown.note, "one of them in its first step"
     all_died = dataclasses.replace(frames, runs=frames.runs.assign(state="diverged"))
     (none,) = comparison_table(all_died, ["a", "b"], metric("entropy"), declared)
     short = short_table(frames, declared | {"name": "s", "endpoint": MAIN.name, "metrics": ["entropy"]})

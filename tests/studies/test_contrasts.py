@@ -43,7 +43,7 @@ def outcome(primary, secondary, margin=0.02, family=1):
     [
         (side(0.05), side(0.05), "an effect", 1),
         (side(-0.05), side(0.0), "an effect", -1),
-        (side(0.05), side(-0.05), "opposed: the secondary endpoint is decided with the other sign", 0),
+        (side(0.05), side(-0.05), "opposed", 0),
         (side(0.01), side(-0.05), "no difference that matters", 0),
         (side(0.0), side(0.05), "no difference that matters", 0),
         (side(0.0, spread=0.1), side(0.05), "undecided", 0),

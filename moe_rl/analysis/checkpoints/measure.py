@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
-from rich.console import Console
 
 from moe_rl.analysis.checkpoints import tables
 from moe_rl.analysis.checkpoints.tables import Frames, Tally
@@ -77,7 +76,6 @@ def measure_volatility(
     device: str = "cpu",
     keep_traces: bool = False,
     trust_remote_code: bool = False,
-    console: Console | None = None,
 ) -> dict[tuple[int, int], Frames]:
     """Compare checkpoints, or go on with it. Writes tables into `out` and returns them by pair and name.
 
@@ -104,7 +102,7 @@ def measure_volatility(
         traced = [all(file_of(side, i).exists() for i in range(len(texts.sizes))) for side in sides]
         if finished and all(frames.values()) and (all(traced) or not keep_traces):
             return {pair: tables_of_pair for pair, tables_of_pair in frames.items() if tables_of_pair}
-        with progress(console) as bars:
+        with progress() as bars:
             for j, name in enumerate(names):
                 bar = bars.add_task(Path(name).name, total=sum(texts.sizes))
                 references = [sides[i] for i, other in comparison.pairs if other == j]

@@ -7,7 +7,6 @@ import json
 import math
 from pathlib import Path
 
-import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -27,8 +26,7 @@ SERIES = {
 }
 """Metrics of a series: the head of a column, and the title of a panel, where there is one."""
 MOE_LAYER = "routing MoE layer, in forward order"
-BEFORE, AFTER, FLOOR = plots.COLOURS[0], plots.COLOURS[1], "#666666"
-styled = matplotlib.rc_context(plots.STYLE)
+BEFORE, AFTER = plots.COLOURS[:2]
 
 
 def print_report(console: Console, frames: Frames, out: Path) -> None:
@@ -83,7 +81,7 @@ def _number(value: float) -> str:
 
 
 # ---------------------------------------------------------------------- figures
-@styled
+@plots.styled
 def by_layer(frames: Frames) -> Figure:
     """Change per MoE layer with its noise floor, and margins before and after."""
     layers = frames["layers"]
@@ -91,7 +89,7 @@ def by_layer(frames: Frames) -> Figure:
     ax, moe_layers = axes[0], layers["moe_layer"]
     ax.plot(moe_layers, layers["expert_change_rate"], "o-", color=AFTER, markersize=4, label="slots, 1 − |S ∩ S′| / k")
     ax.plot(moe_layers, layers["any_change_rate"], "s--", color=AFTER, markersize=4, label="sets, S ≠ S′")
-    ax.plot(moe_layers, layers["noise_expert_change_rate"], ":", color=FLOOR, label="noise floor, slots")
+    ax.plot(moe_layers, layers["noise_expert_change_rate"], ":", color=plots.GREY, label="noise floor, slots")
     ax.set(title="Change by MoE layer", ylabel="share of response rows", xlabel=MOE_LAYER, ylim=(0, None))
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     ax = axes[1]
@@ -107,7 +105,7 @@ def by_layer(frames: Frames) -> Figure:
     return figure
 
 
-@styled
+@plots.styled
 def series_figure(table: pd.DataFrame) -> Figure:
     """A metric over the checkpoints of a series: since the previous one, since the first, and their noise floor."""
     shown = [metric for metric, (_, title) in SERIES.items() if title and (table["metric"] == metric).any()]
@@ -119,7 +117,7 @@ def series_figure(table: pd.DataFrame) -> Figure:
             rows = table[(table["metric"] == metric) & (table["since"] == since)].sort_values("index")
             x = rows["index"] if at is None else rows["index"].map(at)
             ax.plot(x, rows["response"], line, color=colour, markersize=4, label=f"since the {since}")
-            ax.plot(x, rows["noise_floor"], ":", color=FLOOR, label="noise floor" if since == "first" else None)
+            ax.plot(x, rows["noise_floor"], ":", color=plots.GREY, label="noise floor" if since == "first" else None)
         ax.set(
             title=SERIES[metric][1], xlabel="checkpoint, in the order given" if at is None else "step of the checkpoint"
         )

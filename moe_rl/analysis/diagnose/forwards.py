@@ -255,7 +255,7 @@ def read_logprobs(
     responses: Sequence[Response],
     reading: str,
 ) -> Float[Tensor, " token"]:
-    """log p of the chosen tokens. A reading is STATED, "0.7" (that temperature), "T inverted", "T twice", or
+    """log p of the chosen tokens. A reading is STATED, "0.7" (that temperature), "1 / T", "T²", or
     "kept set": renormalised over what top-k, top-p and min-p keep, at the stated temperature."""
     stated = torch.tensor([r.temperature for r in responses], device=logits.device)[owner][:, None]
     other: dict[str, Any] = {STATED: stated, "kept set": stated, "1 / T": 1 / stated, "T²": stated**2}
