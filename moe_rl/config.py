@@ -410,10 +410,15 @@ class RunConfig(Settings):
 
     def own_code(self) -> set[str]:
         """Every `pkg.module:name` that the parts of the run name, in their options too, and a mixture its tasks."""
-        settings = [text for key, text in leaves(self.arm) if key != "name"]
-        settings += [text for part in (self.task, self.policy, self.engine, self.batches) for _, text in leaves(part)]
-        names = {name for text in settings if isinstance(text, str) for name in NAMED.findall(text)}
-        return {name for name in names if Component(name).own and not name.startswith(("reasoning_gym:", "jsonl:"))}
+        texts = [text for key, text in leaves(self.arm) if key != "name" and isinstance(text, str)]
+        names = {name for text in texts for name in NAMED.findall(text)}
+        parts = (self.policy, self.engine, self.batches)
+        names |= {use.name for part in parts if (use := Component.of(part)).own}
+        for key, text in leaves(self.task):
+            data = "reward" not in key and str(text).startswith(("reasoning_gym:", "jsonl:"))
+            if isinstance(text, str) and Component(text).own and not data:
+                names.add(text)
+        return names
 
     def exports_after(self, step: int) -> bool:
         """Whether the weights are saved as Hugging Face's files after a step: see `hf_checkpoints`."""

@@ -236,12 +236,12 @@ class Probe:
         detail: bool,
         timed: Callable[[str], AbstractContextManager[None]],
     ):
-        self.first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
-        per_mini_batch = len(batch) if settings.full else max(1, settings.responses // self.first)
+        first = len(split) * len(batch) // sum(map(len, split))  # of several epochs, each of which splits all rows
+        per_mini_batch = len(batch) if settings.full else max(1, settings.responses // first)
         self.policy, self.detail, self.timed = policy, detail or settings.full, timed
         self.step_batch, self.unconstrained = batch, unconstrained
         self.parts = [index[:per_mini_batch] for index in split]
-        rows = torch.cat(self.parts[: self.first])
+        rows = torch.cat(self.parts[:first])
         self.batch = batch.rows(rows)
         self.old = unconstrained.rows(rows, self.batch.tokens.shape[1])
         self.scores = policy.score(self.batch, scores=True).scores if self.detail else None
@@ -252,9 +252,8 @@ class Probe:
         """What each of these updates changed, a row per MoE layer."""
 
     def score_before(self, update: int) -> Row:
-        """Detail: attribution on the mini-batch about to be updated; undefined at the first, where nothing has moved,
-        and after the first epoch, whose tokens were trained on."""
-        if not (self.detail and 0 < update < self.first):
+        """Detail: attribution on the mini-batch about to be updated (undefined at the first: nothing has moved)."""
+        if not self.detail or update == 0:
             return {}
         with self.timed("measure"):
             part = self.step_batch.rows(self.parts[update])

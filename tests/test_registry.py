@@ -51,7 +51,6 @@ def test_code_that_a_mixture_names_is_named_by_its_run():
     """Else a table of somebody else's would have it run without being trusted."""
     tasks = (
         "mine:First",
-        "third.mine:Third(digits=3)",
         Component("other.mine:Second", of="jsonl:a.jsonl"),
         "jsonl:b.jsonl",
         "reasoning_gym:spell",
@@ -59,7 +58,14 @@ def test_code_that_a_mixture_names_is_named_by_its_run():
     )
     run = RunConfig(arm=Arm(name="a"), task=Component("mixture", tasks=tasks))
     for one in (run, RunConfig.from_dict(run.to_dict())):
-        assert one.own_code() == {"mine:First", "third.mine:Third", "other.mine:Second"}
+        assert one.own_code() == {"mine:First", "other.mine:Second"}
+
+
+def test_a_prefix_of_data_is_code_where_it_is_no_task():
+    arm, task = Arm(name="a", loss="jsonl:loss"), Component("jsonl:a.jsonl", rewards=["jsonl:reward", Component("b:c")])
+    run = RunConfig(arm=arm, task=task, engine="reasoning_gym:Engine")
+    for one in (run, RunConfig.from_dict(run.to_dict())):
+        assert one.own_code() == {"jsonl:loss", "jsonl:reward", "b:c", "reasoning_gym:Engine"}
 
 
 @pytest.mark.parametrize(

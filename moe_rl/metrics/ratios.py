@@ -82,7 +82,7 @@ def attribution(
     unconstrained: Float[Tensor, "batch time"], replayed: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
 ) -> AttributionSums:
     """The part of Var(log r) that goes with route changes, as sums, from the log-ratios of the same tokens and weights
-    under unconstrained and under replayed routes. Use tokens not yet trained on."""
+    under unconstrained and under replayed routes. Tokens of a later epoch were trained on."""
     return AttributionSums.of(
         unconstrained[require_mask(mask)].double().cpu().numpy(), replayed[mask].double().cpu().numpy()
     )

@@ -163,7 +163,7 @@ def _slot(arm: str, arms: Sequence[str]) -> int:
     """The place of a method, and of any other arm by the study's order among the places that are left."""
     arm = arm.partition(" − ")[0]
     taken = {METHODS[other]: other for other in reversed(arms) if other in METHODS}  # of two names the first has it
-    if arm in METHODS and taken.get(METHODS[arm], arm) == arm:
+    if arm in METHODS and (arm not in arms or taken[METHODS[arm]] == arm):
         return METHODS[arm]
     if arms == (arm,):
         return 0

@@ -139,9 +139,10 @@ def random_share(batch: Sampled, unconstrained: Unconstrained, *, share: Share, 
 
 def _check_by_layer(run: Any, *, base: Any = None, **options: Any) -> str | int | None:
     """Raises ConfigError unless exactly one option is given."""
-    if len(options) != 1:
-        raise ConfigError(f"by_layer takes exactly one of first, last, share and moe_layers, not {options or 'none'}")
-    ((name, value),) = options.items()
+    given = {name: value for name, value in options.items() if value is not None}
+    if len(given) != 1:
+        raise ConfigError(f"by_layer takes exactly one of first, last, share and moe_layers, not {given or 'none'}")
+    ((name, value),) = given.items()
     return _replayed(value) if name == "share" else len({*value}) if name == "moe_layers" else value
 
 
@@ -163,7 +164,7 @@ def by_layer(
     """
     count = len(unconstrained.routes.layout.moe_layers)
     options = {"first": first, "last": last, "share": share, "moe_layers": moe_layers}
-    _check_by_layer(None, **(selected := {name: value for name, value in options.items() if value is not None}))
+    _check_by_layer(None, **options)
     if share is not None:
         done = [
             int(round(s * share, 9)) for s in range(count + 1)
@@ -172,7 +173,7 @@ def by_layer(
     elif moe_layers is None:
         moe_layers = range(count)[:first] if last is None else range(count)[max(0, count - last) :]
     if any(s >= count for s in moe_layers):
-        raise ConfigError(f"by_layer({selected}): the model has {count} MoE layers, numbered from 0")
+        raise ConfigError(f"by_layer(moe_layers={moe_layers}): the model has {count} MoE layers, numbered from 0")
     routes = BASES[base](batch, unconstrained)
     chosen = torch.zeros(count, dtype=torch.bool, device=routes.experts.device)
     chosen[list(moe_layers)] = True
@@ -208,7 +209,7 @@ def soft(batch: Sampled, unconstrained: Unconstrained, *, ratio: Finite, base: B
 
 
 def _check_recall(run: Any, *, base: str = "old_policy") -> str:
-    if base != "old_policy" and not Component.of(run.engine).own:
+    if base != "old_policy" and Component.of(run.engine).name in ("hf", "perturbed", "vllm"):
         raise ConfigError(
             f"recall(base={base!r}): engine={run.engine} reports no combine weights. Use base=old_policy."
         )

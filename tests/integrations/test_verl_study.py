@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from types import SimpleNamespace
+import subprocess
 
 import pytest
 
@@ -23,6 +23,7 @@ from moe_rl.objectives.methods import arm
 from moe_rl.registry import Component
 from moe_rl.rollouts.batches import Collector
 from moe_rl.rollouts.hf import HFEngine
+from moe_rl.storage.folder import RunFolder
 from moe_rl.storage.frames import read_table
 from moe_rl.tasks.base import held_out, load_task
 
@@ -327,10 +328,10 @@ def test_a_log_is_read_on_from_where_it_ended(tmp_path):
     assert first + second == entries(tmp_path / "a.jsonl")[0] and second[0][1]["critic/score/mean"] == 0.75
 
 
-def test_a_listener_gets_the_evaluation_before_the_first_step(tmp_path):
+def test_a_listener_gets_the_evaluation_before_the_first_step(run, tmp_path):
     file, given = write(tmp_path / "a.jsonl", (0, {"val-core/x/acc/mean@1": 0.125}), (1, FIRST)), []
-    ended, folder = SimpleNamespace(poll=lambda: 0), SimpleNamespace(step=0, stopping=lambda: False)
-    _follow(ended, folder, [file], lambda rows: given.append(rows["steps"]))
+    with RunFolder.open(tmp_path / "run", run.to_dict(), run.hash) as folder:
+        _follow(subprocess.Popen(["true"]), folder, [file], lambda rows: given.append(rows["steps"]))
     assert given == [[row] for row in read_log([file])["steps"]] and len(given) == 2
 
 

@@ -196,6 +196,7 @@ def test_a_method_has_one_colour_and_symbol_whatever_the_study():
         assert {plots.colour_of(method, arms) for arms in orders} == {plots.COLOURS[place]}
     for arms in orders:
         assert len({plots.colour_of(arm, arms) for arm in arms}) == len(arms)
+    assert plots.colour_of("gspo", ["gspo_short", "grpo"]) == plots.COLOURS[2], "of a comparison with an arm not shown"
     together = ["grpo", "gspo", "gspo_short", "m2po"]
     assert len({(plots.colour_of(arm, together), plots.symbol_of(arm, together)) for arm in together}) == 4
     assert [plots.symbol_of(name) for name in ("grpo", "gspo", "gspo − grpo", "m2po")] == ["o", "^", "^", "o"]

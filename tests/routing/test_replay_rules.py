@@ -101,6 +101,7 @@ def test_a_part_may_be_of_the_engines_routes(step):
     [
         (by_layer, {}, "exactly one"),
         (by_layer, {"first": 1, "last": 1}, "exactly one"),
+        (by_layer, {"first": None}, "exactly one"),
         (by_layer, {"moe_layers": [3]}, "3 MoE layers"),
         (by_layer, {"share": 1.5}, "share=1.5"),
         (by_layer, {"first": 1, "base": "live"}, "base='live'"),

@@ -37,10 +37,11 @@ def test_workers_are_spread_over_the_gpus_and_there_is_one_for_each(tmp_path, mo
 
 
 def test_a_run_that_another_process_carries_out_does_not_keep_the_others_waiting(tmp_path):
-    planned = replace(fake, arms=fake.arms[:1], factors={}).runs(tmp_path, range(2), 2)
+    study = replace(fake, arms=fake.arms[:1], factors={}, trainer="tests.fake_study:train")
+    planned = study.runs(tmp_path, range(2), 2)
     config = planned[0].config
     with RunFolder.open(planned[0].path, config.to_dict(), config.hash):
-        (failure,) = run_study(fake, planned, cache=tmp_path / ".cache", jobs=1, console=Console(file=io.StringIO()))
+        (failure,) = run_study(study, planned, cache=tmp_path / ".cache", jobs=1, console=Console(file=io.StringIO()))
     assert failure.path == planned[0].path and last_step(planned[1].path) == 2
 
 
