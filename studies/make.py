@@ -373,6 +373,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "losses": losses,
     "movements": lambda: movements("stale_or_spread", MOVES),
     "deep_movements": lambda: movements("deep", MOVES | {"slots changed": "expert_change_rate"}),
+    "task_movements": lambda: movements("other_tasks", MOVES),
     "gaps": lambda: movements("engine_gap", GAPS),
     "gap_control": gap_control,
     "depths": depths,
@@ -383,6 +384,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 QUESTIONS = {
     "deep": "Do replay or GSPO help in a model of 24 layers, with fresh rollouts?",
     "engine_gap": "Does an engine in bfloat16 harm GRPO, and does a cure help?",
+    "other_tasks": "Words spelled backward, rollouts two steps old: what helps at the best rates?",
     "stale_or_spread": "Rollouts two steps old: what helps at each rate?",
     "tuned_rates": "Who gains when every method has its own best rate and clip range?",
 }

@@ -26,7 +26,7 @@ def test_the_tables_of_a_page_are_made_from_the_committed_tables(page):
 
 def test_every_study_with_tables_has_a_page_with_them_and_every_figure_is_shown():
     studies = [file.parent for file in make.HERE.glob("*/study.json")]
-    assert len(studies) == 17 and {folder / "README.md" for folder in studies} <= {*make.pages()}
+    assert len(studies) == 18 and {folder / "README.md" for folder in studies} <= {*make.pages()}
     shown = {
         (page.parent / link).resolve()
         for page in [*make.HERE.rglob("*.md"), make.HERE.parent / "README.md", *make.HERE.parent.glob("docs/*.md")]
