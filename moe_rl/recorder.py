@@ -33,7 +33,7 @@ from moe_rl.rollouts.engine import Sampler
 from moe_rl.routing.hooks import RouterScores
 from moe_rl.routing.trace import RoutingTrace
 from moe_rl.seeds import NOISE
-from moe_rl.tasks.base import EQUAL, AnyTask, votes_of
+from moe_rl.tasks.base import RIGHT, AnyTask, votes_of
 from moe_rl.tasks.environments import compute_rewards, sample_rollouts
 from moe_rl.types import (
     Batch,
@@ -450,7 +450,7 @@ def engine_row(batch: Rollouts, unconstrained: Scored) -> tuple[Row, list[Row]]:
 
 def exact(rewards: Tensor) -> float:
     """Share of rewards that are 1, up to rounding."""
-    return (rewards >= 1 - EQUAL).double().mean().item()
+    return (rewards >= RIGHT).double().mean().item()
 
 
 def peak_memory_mb() -> float:

@@ -189,9 +189,13 @@ def losses() -> str:
     return "\n".join(lines) + "\n"
 
 
-MOVES = {"KL": "token_kl_k3", "token ESS": "token_ess", "clipped": "clip_tokens"}
-GAPS = {"KL to the engine": "engine_kl_k3", "slots it chooses otherwise": "engine_expert_change_rate", **MOVES}
-del GAPS["KL"]
+SPREAD_AND_CLIPPED = {"token ESS": "token_ess", "clipped": "clip_tokens"}
+MOVES = {"KL": "token_kl_k3", **SPREAD_AND_CLIPPED}
+GAPS = {
+    "KL to the engine": "engine_kl_k3",
+    "slots it chooses otherwise": "engine_expert_change_rate",
+    **SPREAD_AND_CLIPPED,
+}
 
 
 def movements(study: str, names: Mapping[str, str]) -> str:

@@ -34,6 +34,10 @@ REFUSED = [
     ({"model": ModelConfig(name="no/such/checkpoint")}, "no/such/checkpoint"),
     ({"optimizer": Optimizer(loss_free_bias=1e-3)}, "Qwen3MoeTopKRouter.*e_score_correction_bias"),
     ({"model": ModelConfig(overrides={"num_experts_per_tok": 99})}, "no router can be .*num_experts=16, top_k=99"),
+    (arm(routes=Component("by_layer", first=1, last=1)), "by_layer takes exactly one"),
+    (arm(routes=Component("by_layer", first=None)), "by_layer takes exactly one"),
+    (arm(routes="shuffled") | {"prompts_per_step": 1}, "prompts_per_step of at least 2"),
+    (arm(routes=Component("recall", base="rollout")), "reports no combine weights"),
 ]
 
 

@@ -23,9 +23,8 @@ from moe_rl.results import stats
 from moe_rl.results.printed import print_table
 from moe_rl.results.stats import printed_p
 from moe_rl.results.tables import Shown
+from moe_rl.tasks.base import RIGHT
 
-RIGHT = 1 - 1e-6
-"""The least reward of a right completion."""
 MEANS = ["reward", "math_verify", "response_tokens", "truncated"]
 Problems = Mapping[int, float]
 

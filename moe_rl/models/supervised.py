@@ -26,7 +26,7 @@ from moe_rl.models.load import LoadedModel, load_weights, no_progress_bars, save
 from moe_rl.models.master_weights import TrainedWeights
 from moe_rl.models.tokens import completion_tokens, demonstrated, encode_prompts
 from moe_rl.seeds import derive
-from moe_rl.tasks.base import EQUAL, AnyTask, Split, draw, held_out, split_of
+from moe_rl.tasks.base import RIGHT, AnyTask, Split, draw, held_out, split_of
 from moe_rl.tasks.environments import compute_rewards, sample_rollouts
 from moe_rl.types import Prompt, Rollout, Sampling
 
@@ -222,7 +222,7 @@ def _success_rate(
     key = (NOISE, run.cold_start.seed, step)
     generate = partial(sample, loaded.model, loaded.tokenizer)
     rollouts = sample_rollouts(generate, task, prompts, STOP_SAMPLES, key=key, sampling=sampling)
-    return sum(reward >= 1 - EQUAL for reward in compute_rewards(task, rollouts)) / len(rollouts)
+    return sum(reward >= RIGHT for reward in compute_rewards(task, rollouts)) / len(rollouts)
 
 
 def _identity(loaded: LoadedModel, task: AnyTask, run: RunConfig, prompts: list[Prompt]) -> dict[str, Any]:

@@ -139,10 +139,10 @@ def random_share(batch: Sampled, unconstrained: Unconstrained, *, share: Share, 
 
 def _check_by_layer(run: Any, *, base: Any = None, **options: Any) -> str | int | None:
     """Raises ConfigError unless exactly one option is given."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if len(given) != 1:
-        raise ConfigError(f"by_layer takes exactly one of first, last, share and moe_layers, not {given or 'none'}")
-    ((name, value),) = given.items()
+    options = {name: value for name, value in options.items() if value is not None}
+    if len(options) != 1:
+        raise ConfigError(f"by_layer takes exactly one of first, last, share and moe_layers, not {options or 'none'}")
+    ((name, value),) = options.items()
     return _replayed(value) if name == "share" else len({*value}) if name == "moe_layers" else value
 
 

@@ -26,7 +26,7 @@ from moe_rl.routing.moe_layers import layout_of
 from moe_rl.seeds import PROMPTS, derive
 from moe_rl.storage.commits import check_rows
 from moe_rl.study.declaration import Planned
-from moe_rl.tasks.base import EQUAL, Environment, draw, held_out, load_task, rewards_of, split_of
+from moe_rl.tasks.base import RIGHT, Environment, draw, held_out, load_task, rewards_of, split_of
 from moe_rl.tasks.rewards import Reward
 from moe_rl.trainer import train_step
 
@@ -77,7 +77,7 @@ def preview(run: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
     scored = [(reward, p) for reward, p in rewards if not isinstance(reward, Reward) or reward.scored]
     if unscored := len(rewards) - len(scored):
         cautions.append(f"{unscored} of {len(rewards)} reference answers are not scored (None): their reward is 0.")
-    if wrong := [(reward, p) for reward, p in scored if reward < 1 - EQUAL]:
+    if wrong := [(reward, p) for reward, p in scored if reward < RIGHT]:
         reward, p = min(wrong, key=lambda pair: pair[0])
         cautions.append(
             f"{len(wrong)} of {len(rewards)} reference answers have a reward below 1: {p.answer!r} to "

@@ -31,6 +31,8 @@ STOPPING = 64
 
 EQUAL = 1e-6
 """Rewards of a group that differ by at most this are equal up to rounding (rewards are in [0, 1])."""
+RIGHT = 1 - EQUAL
+"""The least reward of a right completion."""
 
 
 @runtime_checkable

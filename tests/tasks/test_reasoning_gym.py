@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from moe_rl.analysis.benchmarks import RIGHT
 from moe_rl.errors import ConfigError
 from moe_rl.registry import Component
-from moe_rl.tasks.base import load_task
+from moe_rl.tasks.base import RIGHT, load_task
 from moe_rl.tasks.reasoning_gym import EVALUATED
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_rl.registry import Component
-from moe_rl.tasks.base import EQUAL, load_task, rewards_of
+from moe_rl.tasks.base import RIGHT, load_task, rewards_of
 from moe_rl.types import Prompt
 
 
@@ -19,7 +19,7 @@ def compute_score(
     answer, entry = json.loads(extra_info["answer"]), json.loads(extra_info["entry"])
     prompt = Prompt(text=extra_info["text"], answer=answer, entry=entry, chat=extra_info["chat"])
     reward = float(rewards_of(_task(extra_info["task"]), [prompt], [solution_str])[0])
-    return {"score": reward, "acc": float(reward >= 1 - EQUAL)}
+    return {"score": reward, "acc": float(reward >= RIGHT)}
 
 
 def row_of(task: str, prompt: Prompt, index: int) -> dict[str, Any]:
